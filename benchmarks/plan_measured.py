@@ -15,7 +15,7 @@ from outrider.measure.tasks.prompts import first_ngram_share
 from outrider.plan.acceptance import Acceptance
 from outrider.plan.demand import Demand
 from outrider.plan.measured import probed, timings
-from outrider.plan.measured.probe import FEWEST_FIRST, Read, replay_one
+from outrider.plan.measured.probe import FEWEST_FIRST, Encoded, replay_one
 from outrider.plan.measured.sample import Question
 from outrider.plan.measured.timed import TimedCosts
 from outrider.plan.predict import row
@@ -43,9 +43,9 @@ def measured(
     known, judged = texts[::2], texts[1::2]
     context = timings.rounded(statistics.fmean(map(len, texts)) + new_tokens / 2, target.spec.context)
     found = timings.measure(
-        target, names, batches, depths, context, timings.cached(target), lambda name: loaded(name, target)
+        target, names, batches, depths, context, timings.load_timings(target), lambda name: loaded(name, target)
     )
-    timings.keep(target, found)
+    timings.save_timings(target, found)
     costs = TimedCosts(found, {name: timings.identity_of(name) for name in names})
     asked = Demand(statistics.fmean(map(len, judged)), new_tokens, 1)
     cells = []
@@ -131,7 +131,7 @@ def acceptance(
     target: TransformersTarget, texts: Sequence[Sequence[int]], new_tokens: int, name: str, drafter: Drafter
 ) -> Acceptance:  # fmt: skip
     """What a probe of these texts finds."""
-    reads = [Read(Question(i, "code", "", new_tokens, Sampling()), list(text)) for i, text in enumerate(texts)]
+    reads = [Encoded(Question(i, "code", "", new_tokens, Sampling()), list(text)) for i, text in enumerate(texts)]
     found = probed.acceptance([replay_one(target, name, drafter, read) for read in reads], f"{len(texts)} prompts")
     assert found is not None
     return found

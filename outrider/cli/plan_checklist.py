@@ -1,4 +1,4 @@
-"""The checklist of `outrider plan`: what of a roll-out is done, and the commands that do the rest."""
+"""`outrider plan --checklist`: roll-out status, and the commands for what is left."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STYLES = {"done": "green", "failed": "red", "out of date": "yellow"}
 
 
 def show_checklist(folder: Path, log: Path | None, json_to: str | None) -> None:
-    """Print the list and write it as JSON.  Exit code 1 unless all of it is done."""
+    """Print the list and write it as JSON.  Exit code 1 unless everything is done."""
     run = files.read(folder, files.LOG if log is None else str(log))
     items = checklist.items(run)
     done = sum(item.state == "done" for item in items)
@@ -27,12 +27,12 @@ def show_checklist(folder: Path, log: Path | None, json_to: str | None) -> None:
             for command in item.commands if item.state != "done" else ():
                 console.out.print(f"            {command}", soft_wrap=True, markup=False, highlight=False)
         if log is None:
-            say(f"          {files.LOG} stands for a log of your requests; name yours with --log")
-    found: dict[str, Any] = {
+            say(f"          replace {files.LOG} by a log of your requests, or name it with --log")
+    content: dict[str, Any] = {
         "outrider_checklist": 1, "run": str(run.folder), "kind": run.kind, "target": run.target,
         "draft": run.draft, "weights": run.weights,
         "is_done": done == len(items), "items": [item._asdict() for item in items],
     }  # fmt: skip
-    write_json(json_to, found)
+    write_json(json_to, content)
     if done < len(items):
         raise typer.Exit(1)

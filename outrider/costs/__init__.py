@@ -1,1 +1,1 @@
-"""What steps cost: seconds by slots, tokens of a pass and nodes of a draft, timed once or learnt while decoding."""
+"""Cost of a step: seconds by slots, tokens of the pass and nodes of the draft, measured once or while decoding."""

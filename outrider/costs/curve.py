@@ -1,4 +1,4 @@
-"""Seconds by size, learnt from samples that are noisy and grow old."""
+"""Seconds by size, from samples that are noisy and become outdated."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from itertools import pairwise
 
 
 class Curve:
-    """Seconds of a step at one batch size, by depth: trimmed means of recent samples, made to rise with depth."""
+    """Seconds of a step at one batch size, by depth: trimmed means of recent samples, made monotone in depth."""
 
     WINDOW, AGE = 32, 512
-    """Most samples of a depth, and steps after which samples are too old where there are newer ones."""
+    """Most samples per depth; steps after which samples are dropped if other depths have newer ones."""
 
-    def __init__(self, todo: list[int], age: float = AGE):
+    def __init__(self, untried: list[int], age: float = AGE):
         self.age = age
-        self.todo = [*todo[:1], *(depth for depth in dict.fromkeys(todo) for _ in range(2 if depth else 3))]
-        """Depths still to be tried: twice, since one of two samples may be an outlier, and the very first is not
-        counted; depth 0 three times, since the first plain step after a draft is not counted either."""
+        self.untried = [*untried[:1], *(depth for depth in dict.fromkeys(untried) for _ in range(2 if depth else 3))]
+        """Depths still to be tried, each twice since one sample may be an outlier.  The very first step is not counted,
+        nor the first plain step after a draft, so the first depth and depth 0 are tried once more."""
         self.samples: dict[int, deque[tuple[int, float]]] = {}
         """By depth: step and seconds."""
         self.means: dict[int, float] = {}
-        self.known: dict[int, float] = {}
-        """Seconds by depth of another time, which count where there are no samples, times what all have changed by."""
-        self.curve = rising([])
-        """Depths and seconds, rising."""
+        self.earlier: dict[int, float] = {}
+        """Seconds by depth from an earlier process, used for depths without samples, scaled by the median change."""
+        self.points = rising([])
+        """(depth, seconds), both non-decreasing."""
 
     @classmethod
-    def of(cls, known: Mapping[int, float], age: float = AGE) -> Curve:
-        """With these seconds by depth, from another time; nothing is left to be tried."""
+    def of(cls, earlier: Mapping[int, float], age: float = AGE) -> Curve:
+        """A curve with these seconds by depth from an earlier process; no depth is left to be tried."""
         curve = cls([], age)
-        curve.known = dict(known)
+        curve.earlier = dict(earlier)
         curve._rise()
         return curve
 
     @property
-    def is_known(self) -> bool:
-        return bool(self.samples or self.known)
+    def has_seconds(self) -> bool:
+        return bool(self.samples or self.earlier)
 
     def add(self, depth: int, seconds: Sequence[float], step: int) -> None:
         if not seconds:
@@ -50,16 +50,16 @@ class Curve:
         self._rise()
 
     def _rise(self) -> None:
-        changes = [mean / self.known[depth] for depth, mean in self.means.items() if depth in self.known]
+        changes = [mean / self.earlier[depth] for depth, mean in self.means.items() if depth in self.earlier]
         change = statistics.median(changes) if changes else 1.0
-        points = {depth: (change * seconds, 1) for depth, seconds in self.known.items()}
-        points |= {depth: (mean, len(self.samples[depth])) for depth, mean in self.means.items()}
-        self.curve = rising([(depth, *points[depth]) for depth in sorted(points)])
+        weighted = {depth: (change * seconds, 1) for depth, seconds in self.earlier.items()}
+        weighted |= {depth: (mean, len(self.samples[depth])) for depth, mean in self.means.items()}
+        self.points = rising([(depth, *weighted[depth]) for depth in sorted(weighted)])
 
     def shift(self, depth: int, seconds: Sequence[float]) -> None:
-        """Scale everything where what took so long now took twice as long before, or half: all has become another.
+        """Rescale all samples if these seconds are less than half or more than twice the mean: conditions have changed.
 
-        One slow sample may be an outlier, one fast sample is none.
+        A single slow sample may be an outlier; a fast one is not.
         """
         before = self.means.get(depth, 0.0)
         if not before or not (max(seconds) < before / 2 or (len(seconds) > 1 and min(seconds) > 2 * before)):
@@ -71,24 +71,24 @@ class Curve:
 
     def mean(self, depth: int) -> float:
         ordered = sorted(seconds for _, seconds in self.samples[depth])
-        trim = len(ordered) // 8  # outliers are slow, and one of few samples may be an outlier
+        trim = len(ordered) // 8  # outliers are slow, so one more is cut at the slow end
         left = ordered[trim : max(1, len(ordered) - trim - 1)]
         return sum(left) / len(left)
 
     def at(self, depth: float) -> float:
-        """Linear between measured depths, with the whole curve's slope beyond them; nearly 0 before the first
+        """Linear between measured depths, extrapolated with the slope of the whole curve; nearly 0 before the first
         measurement."""
-        (first, low), (last, high) = self.curve[0], self.curve[-1]
+        (first, low), (last, high) = self.points[0], self.points[-1]
         if depth >= last:
             return high + (high - low) / max(1, last - first) * (depth - last)
-        for (left, less), (right, more) in pairwise(self.curve):
+        for (left, less), (right, more) in pairwise(self.points):
             if left <= depth < right:
                 return less + (more - less) * (depth - left) / (right - left)
         return low
 
 
 def rising(points: list[tuple[int, float, int]]) -> list[tuple[int, float]]:
-    """The nearest curve that never falls (pool adjacent violators).  points: depth, seconds and weight, by depth."""
+    """Isotonic regression (pool adjacent violators).  points: (depth, seconds, weight), ordered by depth."""
     pools: list[tuple[float, int, list[int]]] = []
     for depth, seconds, weight in points or [(0, 1e-9, 1)]:
         depths = [depth]

@@ -1,7 +1,7 @@
-"""How long a target's passes take, by slots and tokens: the table SPS(B) of DSpark's scheduler.
+"""Seconds of a target's passes, by slots and tokens: the table SPS(B) of DSpark's scheduler.
 
-Differs from the paper's: it is measured for several numbers of slots too, since sixteen slots of one token and two of
-eight are as many tokens and other seconds.
+Differs from the paper: it is also measured for several numbers of slots, since sixteen slots of one token and two of
+eight have equal tokens and different times.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from outrider.errors import ConfigError
 log = logging.getLogger(__name__)
 
 WIDTHS = (1, 2, 3, *(each for n in range(2, 16) for each in (2**n, 3 * 2 ** (n - 1))))
-"""Tokens a slot that are timed; and the widest."""
+"""Numbers of tokens per slot to time, besides the widest."""
 
 
 class PassSeconds:
     """Seconds of a target's pass, by slots and tokens; linear between measured sizes.
 
-    Numbers of slots above or below all measured ones are read from the nearest curve, by tokens in all.  So a table of
-    one curve is one of tokens alone, as the paper's is: `PassSeconds.by_tokens`.
+    Outside the measured numbers of slots, the nearest curve is read by the total number of tokens.  So a table with one
+    curve depends on tokens only, as in the paper: `PassSeconds.by_tokens`.
     """
 
     def __init__(self, seconds: Mapping[tuple[int, int], float]):
-        """seconds: of one pass, by (slots, tokens a slot).  Raises ConfigError for a table that can't be one."""
+        """seconds: of one pass, by (slots, tokens per slot).  Raises ConfigError for an invalid table."""
         wrong = [f"{size}: {each}" for size, each in seconds.items() if min(size) < 1 or not 0 < each < float("inf")]
         if wrong or not seconds:
             raise ConfigError(
-                f"a table of passes needs seconds above 0 by (slots, tokens a slot), both at least 1, got "
+                f"a table of passes needs seconds above 0 by (slots, tokens per slot), both at least 1, got "
                 f"{', '.join(wrong) or 'none'}; measure it with costs.passes.measured"
             )
         curves: dict[int, list[tuple[int, float]]] = {}
@@ -46,22 +46,22 @@ class PassSeconds:
         self.slots = list(curves)
         """Measured numbers of slots, ascending."""
         self.curves = {slots: tuple(zip(*curve, strict=True)) for slots, curve in curves.items()}
-        """For each of them: tokens a slot, ascending, and seconds."""
-        self._known: dict[tuple[int, float], float] = {}
+        """By number of slots: tokens per slot, ascending, and seconds."""
+        self._cache: dict[tuple[int, float], float] = {}
 
     @classmethod
     def by_tokens(cls, rates: Mapping[int, float]) -> PassSeconds:
-        """From steps per second by tokens a step, whatever the slots.  Raises ConfigError for a rate of 0."""
+        """From steps per second by tokens per step, for any number of slots.  Raises ConfigError for a rate of 0."""
         if not all(rate > 0 for rate in rates.values()):
-            raise ConfigError(f"steps per second must be above 0, got {dict(rates)}; leave out what never runs")
+            raise ConfigError(f"steps per second must be above 0, got {dict(rates)}; leave out sizes that never run")
         return cls({(1, tokens): 1 / rate for tokens, rate in rates.items()})
 
     def seconds(self, slots: int, tokens: float) -> float:
-        """Of a pass over `slots` slots and `tokens` tokens in all."""
-        found = self._known.get((slots, tokens))
-        if found is None:
-            found = self._known[slots, tokens] = self._between(slots, tokens)
-        return found
+        """Seconds of a pass over `slots` slots and `tokens` tokens in total."""
+        seconds = self._cache.get((slots, tokens))
+        if seconds is None:
+            seconds = self._cache[slots, tokens] = self._between(slots, tokens)
+        return seconds
 
     def _between(self, slots: int, tokens: float) -> float:
         after = bisect_right(self.slots, slots)
@@ -72,7 +72,7 @@ class PassSeconds:
         return less + (more - less) * (slots - low) / (high - low)
 
     def _along(self, slots: int, width: float) -> float:
-        """A curve's seconds at this many tokens a slot; beyond its end with its last slope, which never falls."""
+        """A curve's seconds at `width` tokens per slot, extrapolated with its last slope, at least 0."""
         widths, seconds = self.curves[slots]
         if width <= widths[0] or len(widths) == 1:
             return float(seconds[0])
@@ -86,11 +86,10 @@ class PassSeconds:
 def measured(
     target: Target, drafter: Drafter, slots: int, *, context: int = 32, repeats: int = 7, most_s: float = 20.0
 ) -> PassSeconds:
-    """Time passes of this target: 1, 2, 4 ... `slots` slots, over the anchor alone and with up to all of the drafter's
-    nodes.
+    """Time passes of this target for 1, 2, 4 ... `slots` slots, from the anchor alone to all of the drafter's nodes.
 
-    Every slot holds `context` random tokens.  Sizes are timed in turn, `repeats` rounds after one that warms up, fewer
-    where they would take longer than most_s seconds, and the median counts.  Raises ConfigError for slots or repeats
+    Every slot holds `context` random tokens.  After a warm-up round, all sizes are timed in turn for `repeats` rounds,
+    or fewer if that would take longer than most_s seconds; the median counts.  Raises ConfigError for slots or repeats
     below 1.
     """
     if slots < 1 or repeats < 1:
@@ -104,30 +103,30 @@ def measured(
 def timed(
     target: Target, drafter: Drafter, sizes: Sequence[tuple[int, int]], *, context: int, repeats: int, most_s: float
 ) -> dict[tuple[int, int], float]:  # fmt: skip
-    """Median seconds of passes over (slots, tokens a slot), with what the drafter taps; as `measured` does it."""
+    """Median seconds of passes by (slots, tokens per slot), with the drafter's taps; timed as in `measured`."""
     slots, widest = (max(each) for each in zip(*sizes, strict=True))
     context = max(1, min(context, target.spec.context - widest - 1))
     noise = torch.Generator().manual_seed(0)
     text = torch.randint(target.spec.vocabulary, (slots, context + widest), generator=noise).to(target.device)
     cache = target.allocate(slots, context + widest + 1)
     target.prefill(cache, range(slots), text[:, :context], [context] * slots, drafter.taps)
-    found: dict[tuple[int, int], list[float]] = {size: [] for size in sizes}
+    samples: dict[tuple[int, int], list[float]] = {size: [] for size in sizes}
     began = time.perf_counter()
     for number in range(repeats + 1):
         for size in sizes:
             seconds = _pass_seconds(target, drafter, cache, text[: size[0], context : context + size[1]])
             if number:
-                found[size].append(seconds)
+                samples[size].append(seconds)
         spent = time.perf_counter() - began
         if not number:
-            log.info("timing %d sizes of pass, about %.1f s", len(sizes), min(spent * repeats, max(spent, most_s)))
+            log.info("timing passes of %d sizes, about %.1f s", len(sizes), min(spent * repeats, max(spent, most_s)))
         elif spent * (number + 2) / (number + 1) > most_s:
             break
-    return {size: statistics.median(each) for size, each in found.items()}
+    return {size: statistics.median(each) for size, each in samples.items()}
 
 
 def _pass_seconds(target: Target, drafter: Drafter, cache: Any, tokens: torch.Tensor) -> float:
-    """Of verifying the chains tokens[:, 1:] after the anchors tokens[:, 0], [R, n]; nothing stays in the cache."""
+    """Seconds to verify the chains tokens[:, 1:] after the anchors tokens[:, 0], [R, n]; nothing stays cached."""
     slots, width = tokens.shape
     nothing = Draft.empty(slots, target.device)
     draft = Draft.chain(tokens[:, 1:], torch.full((slots,), width - 1)) if width > 1 else nothing

@@ -1,4 +1,4 @@
-"""Seconds of whole steps: of the draft by its nodes, of the rest by slots and tokens, corrected while decoding."""
+"""Seconds of whole steps: the draft by its nodes, the rest by slots and tokens, corrected while decoding."""
 
 from __future__ import annotations
 
@@ -7,78 +7,93 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from outrider.costs.curve import Curve
-from outrider.costs.kept import NOTHING, Known
 from outrider.costs.passes import PassSeconds
+from outrider.costs.stored import NO_SECONDS, RunnerSeconds
 
 FIRST = 8
-"""Most nodes of the first draft that is tried: deeper ones are drafted where these make them look worth it."""
+"""Most nodes of the first draft to try; deeper drafts follow if its times suggest that they pay."""
 
 
 class StepSize(NamedTuple):
     """What the seconds of a step depend on."""
 
     live: int
-    asked: int
-    """Nodes that the drafter was asked for."""
+    requested: int
+    """Nodes requested from the drafter."""
     tokens: int
-    """Tokens in the pass, anchors and padding included."""
+    """Tokens in the pass, including anchors and padding."""
     kind: int
-    """0 for a pass of anchors alone, 1 for one of drafts."""
+    """0 for a pass over anchors only, 1 for one that verifies drafts."""
 
 
 class StepCosts:
-    """Seconds of a step: of its draft, by nodes asked for, and of the rest, by slots and tokens of its pass."""
+    """Seconds of a step: its draft by requested nodes, the rest by slots and tokens of its pass."""
 
-    def __init__(self, limit: int, table: PassSeconds | None, known: Known = NOTHING):
-        """known: from an earlier process, which needs no table."""
-        if known.passes:
-            table = PassSeconds(known.passes)
+    def __init__(self, limit: int, table: PassSeconds | None, earlier: RunnerSeconds = NO_SECONDS):
+        """earlier: times of an earlier process; they replace the table."""
+        if earlier.passes:
+            table = PassSeconds(earlier.passes)
         self.limit, self.table = limit, table
-        self.tabled = {_key(slots) for slots, _ in known.passes}
-        """Numbers of slots, in bits, that the table has from an earlier process."""
+        self.tabled = {_key(slots) for slots, _ in earlier.passes}
+        """Numbers of slots, in bits (see `_key`), that an earlier process measured."""
         self.drafts = {
-            key: Curve.of({n: each for (slots, n), each in known.drafts.items() if _key(slots) == key}, float("inf"))
-            for key in {_key(slots) for slots, _ in known.drafts}
+            key: Curve.of({n: each for (slots, n), each in earlier.drafts.items() if _key(slots) == key}, float("inf"))
+            for key in {_key(slots) for slots, _ in earlier.drafts}
         }
-        """By the live slots' number in bits, as everywhere here."""
+        """By number of live slots in bits, as everywhere in this class."""
         self.passes: dict[int, Curve] = {}
-        """The same by nodes a slot in the pass, where there is no table."""
+        """Without a table: the rest of the step, by nodes per slot in the pass."""
         self.scales: dict[int, dict[int, Curve]] = {0: {}, 1: {}}
-        """Measured seconds over the table's: by kind of pass, then as `passes`.  A table that was timed beside other
-        work is wrong at single sizes, so one factor for all of them would keep what is wrong between them."""
+        """Measured seconds / the table's seconds, by kind of pass, then as `passes`.  Not one factor for all sizes: a
+        table timed under load can be wrong at single sizes."""
         self.single: dict[tuple[Curve, int], float] = {}
-        """Sizes timed once, which do not count yet: one of one may be an outlier."""
+        """Sizes timed only once so far; they do not count yet, since a single sample may be an outlier."""
 
-    def todo(self, live: int) -> list[int]:
-        """Depths still to be tried with so many slots."""
+    def untried(self, live: int) -> list[int]:
+        """Depths still to be tried with this many live slots."""
         key = _key(live)
         if key not in self.drafts:
             is_timed = self.table is not None and (not self.tabled or key in self.tabled)
             first = min(self.limit, FIRST)
             tries = [first, 1] if is_timed else [first, 0, (first + 1) // 2, 1]
-            # a depth that is not drafted any more keeps its seconds, but all change together
+            # depths that are no longer drafted keep their seconds; `shift` rescales all together
             self.drafts[key] = Curve(tries, age=float("inf"))
-        return self.drafts[key].todo
+        return self.drafts[key].untried
 
     @property
-    def known(self) -> Known:
-        """All of this, for the next process."""
-        drafts = {(2**key, n): each for key, own in self.drafts.items() for n, each in own.curve if own.is_known and n}
+    def seconds(self) -> RunnerSeconds:
+        """Everything measured, for the next process."""
+        drafts = {
+            (2**key, n): each
+            for key, curve in self.drafts.items()
+            for n, each in curve.points
+            if curve.has_seconds and n
+        }
         if self.table is None:
-            passes = {(2**key, 1 + n): each for key, own in self.passes.items() for n, each in own.curve if own.samples}
-            return Known(passes, drafts)
+            passes = {
+                (2**key, 1 + n): each for key, curve in self.passes.items() for n, each in curve.points if curve.samples
+            }
+            return RunnerSeconds(passes, drafts)
         sizes = {(slots, int(width)) for slots, (widths, _) in self.table.curves.items() for width in widths}
-        sizes |= {(2**key, 1 + n) for own in self.scales.values() for key, scales in own.items() for n in scales.means}
-        return Known({size: self.verify(size[0], math.prod(size), min(1, size[1] - 1)) for size in sizes}, drafts)
+        sizes |= {
+            (2**key, 1 + n)
+            for by_slots in self.scales.values()
+            for key, scales in by_slots.items()
+            for n in scales.means
+        }
+        return RunnerSeconds(
+            {size: self.verify(size[0], math.prod(size), min(1, size[1] - 1)) for size in sizes}, drafts
+        )
 
     def add(self, size: StepSize, seconds: Sequence[tuple[float, float]], step: int) -> None:
-        """Steps of this size took so long: (draft, the rest)."""
-        live, asked, tokens, kind = size
-        self.todo(live)
-        key, nodes, (drafts, passes) = _key(live), -(-tokens // live) - 1, zip(*seconds, strict=True)
-        if asked:
-            self.drafts[key].shift(asked, drafts)
-            self._add(self.drafts[key], asked, drafts, step)
+        """Add seconds of steps of this size, each (draft, the rest)."""
+        live, requested, tokens, kind = size
+        self.untried(live)
+        key, nodes = _key(live), -(-tokens // live) - 1
+        drafts, passes = zip(*seconds, strict=True)
+        if requested:
+            self.drafts[key].shift(requested, drafts)
+            self._add(self.drafts[key], requested, drafts, step)
         if self.table is None:
             self._add(self.passes.setdefault(key, Curve([])), nodes, passes, step)
         else:
@@ -96,34 +111,35 @@ class StepCosts:
         costs.add(size, seconds, step)
 
     def knows(self, live: int, depth: int) -> bool:
-        """Whether drafts of this depth were timed."""
+        """Whether drafts of this depth have been timed."""
         return depth in self.drafts[_key(live)].samples
 
     def draft(self, live: int, depth: int) -> float:
-        known = self._nearest(self.drafts, live)
-        return known.at(depth) if known is not None else 0.0
+        """Seconds of a draft of `depth` requested nodes; 0 before any was timed."""
+        curve = self._nearest(self.drafts, live)
+        return curve.at(depth) if curve is not None else 0.0
 
     def verify(self, live: int, tokens: float, kind: int) -> float:
-        """Of all but the draft, for a pass of so many tokens; nearly 0 before anything is known."""
+        """Seconds of the rest of a step with this many tokens in its pass; nearly 0 before any was timed."""
         if self.table is not None:
             return self._scale(live, tokens / live - 1, kind) * self.table.seconds(live, tokens)
-        known = self._nearest(self.passes, live)
-        return known.at(tokens / live - 1) if known is not None else 1e-9
+        curve = self._nearest(self.passes, live)
+        return curve.at(tokens / live - 1) if curve is not None else 1e-9
 
     def _scale(self, live: int, nodes: float, kind: int) -> float:
-        """The factor of the nearest size that was timed: of this kind, else of the other."""
-        known = self._nearest(self.scales[kind], live) or self._nearest(self.scales[1 - kind], live)
-        if known is None:
+        """The factor of the nearest timed size, of this kind of pass if there is any."""
+        curve = self._nearest(self.scales[kind], live) or self._nearest(self.scales[1 - kind], live)
+        if curve is None:
             return 1.0
-        return known.means[min(known.means, key=lambda other: abs(other - nodes))]
+        return curve.means[min(curve.means, key=lambda other: abs(other - nodes))]
 
     def _nearest(self, costs: Mapping[int, Curve], live: int) -> Curve | None:
-        """Those of the nearest number of slots that was timed."""
+        """The curve of the nearest timed number of slots."""
         key = _key(live)
-        timed = [other for other, own in costs.items() if own.is_known]
+        timed = [other for other, curve in costs.items() if curve.has_seconds]
         return costs[min(timed, key=lambda other: abs(other - key))] if timed else None
 
 
 def _key(live: int) -> int:
-    """So many slots, in bits."""
+    """Number of live slots in bits."""
     return (live - 1).bit_length()

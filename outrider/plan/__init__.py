@@ -1,1 +1,1 @@
-"""Before anything is trained or served: will speculation pay, which method, how deep, and what does it cost."""
+"""Predicts whether speculative decoding will pay, with which method and depth, and what it costs."""

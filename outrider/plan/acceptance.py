@@ -1,11 +1,11 @@
-"""How many drafted tokens are accepted: measured, or as published, always with an interval and a source.  No torch.
+"""How many drafted tokens are accepted, measured or published, always with an interval and a source.  No torch.
 
-A survival curve is all that a speed-up needs of acceptance: [k] is the share of steps that accept at least k + 1
-drafted tokens where so many may be drafted.  Tokens per step at depth K are 1 plus the sum of its first K entries.
+A speed-up needs only the survival curve of acceptance: [k] is the share of steps that accept at least k + 1 drafted
+tokens, if that many may be drafted.  Tokens per step at depth K are 1 plus the sum of its first K entries.
 
-The beginning of a deeper curve is not that of a shallower draft: steps of deep drafts begin behind hard tokens, where
-those end, and the first nodes of a tree lack their siblings.  A probe therefore knows a curve for each depth; a report,
-a checkpoint and a paper know one.
+The beginning of a deep draft's curve differs from a shallower draft's: steps of deep drafts start after the hard tokens
+where deep drafts end, and the first nodes of a tree lack their siblings.  A probe therefore has a curve per depth; a
+report, a checkpoint and a paper have one.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class Acceptance(NamedTuple):
     basis: Basis
     source: str
     offered: tuple[float, ...] = ()
-    """[k]: share of steps that draft at least k + 1 tokens; all of them where it is empty."""
+    """[k]: share of steps that draft at least k + 1 tokens; empty if all do."""
     shallower: tuple[Acceptance, ...] = ()
-    """[k]: that of drafts of k + 1 tokens, where they were measured themselves."""
+    """[k]: acceptance of drafts of k + 1 tokens, if measured separately."""
 
     @property
     def depth(self) -> int:
-        """The deepest that is known."""
+        """The largest depth known."""
         return len(self.center)
 
     def at(self, depth: int) -> Acceptance:
-        """Of drafts of so many tokens, as far as they were measured themselves."""
+        """The acceptance of drafts of `depth` tokens, if measured separately; else this."""
         return self.shallower[depth - 1] if 0 < depth <= len(self.shallower) else self
 
     def tokens(self, depth: int) -> tuple[float, float, float]:
@@ -54,24 +54,24 @@ class Acceptance(NamedTuple):
         return tuple(1 + sum(curve[:depth]) for curve in (self.low, self.center, self.high))  # type: ignore[return-value]
 
     def drafted(self, depth: int) -> float:
-        """Mean tokens that a step drafts."""
+        """Mean drafted tokens per step."""
         return sum(self.offered[:depth]) if self.offered else float(depth)
 
 
 def survival(conditional: Sequence[float]) -> tuple[float, ...]:
-    """From the shares [k] accepted at depth k + 1 where all before were accepted."""
+    """The survival curve from conditional acceptance: [k] is the share accepted at depth k + 1 if all before were."""
     return tuple(accumulate(conditional, mul))
 
 
 def tokens_per_step(alpha: float, depth: float) -> float:
-    """Of a chain in which each token is accepted with the same chance `alpha`; depth may be infinite."""
+    """Tokens per step of a chain whose tokens are each accepted with probability `alpha`; depth may be infinite."""
     if alpha >= 1:
         return depth + 1
     return (1 - alpha ** (depth + 1)) / (1 - alpha) if depth < math.inf else 1 / (1 - alpha)
 
 
 def alpha_of(tokens: float, depth: float) -> float:
-    """The chance per token that gives so many tokens per step.  Raises DataError where none does."""
+    """The acceptance probability per token that gives this many tokens per step.  Raises DataError if none does."""
     if not 1 <= tokens <= depth + 1:
         raise DataError(f"tokens per step must be 1 to {depth + 1:g} at depth {depth:g}, got {tokens:g}")
     low, high = 0.0, 1.0
@@ -82,18 +82,18 @@ def alpha_of(tokens: float, depth: float) -> float:
 
 
 def even(tokens: float, depth: float, most: int) -> tuple[float, ...]:
-    """The survival curve, `most` deep, of a chain whose tokens are all accepted with the same chance."""
+    """The survival curve, `most` deep, of a chain whose tokens are all accepted with the same probability."""
     alpha = alpha_of(tokens, depth)
     return tuple(alpha ** (k + 1) for k in range(most))
 
 
-# ── where it is from ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sources ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
-    return found
+    table: dict[str, Any] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    return table
 
 
 def published_kinds() -> list[str]:
@@ -102,20 +102,20 @@ def published_kinds() -> list[str]:
 
 
 def published(kind: str) -> Acceptance | None:
-    """What was published of a kind on other targets; None where nothing was that could be used."""
-    own = _table().get(kind)
-    if own is None:
+    """Published acceptance of a kind on other targets; None if there is none."""
+    entry = _table().get(kind)
+    if entry is None:
         return None
-    depth = math.inf if own["depth"] is None else own["depth"]
-    most = own.get("known_to") or int(min(depth, 16))
-    ends = float(own["low"]), float(own["high"])
-    center = float(own.get("typical") or math.sqrt(ends[0] * ends[1]))
+    depth = math.inf if entry["depth"] is None else entry["depth"]
+    most = entry.get("known_to") or int(min(depth, 16))
+    ends = float(entry["low"]), float(entry["high"])
+    center = float(entry.get("typical") or math.sqrt(ends[0] * ends[1]))
     low, middle, high = (even(tokens, depth, most) for tokens in (ends[0], center, ends[1]))
-    return Acceptance(low, middle, high, "published", own["source"])
+    return Acceptance(low, middle, high, "published", entry["source"])
 
 
 def of_report(report: Report, drafter: str, path: str) -> Acceptance | None:
-    """What a report measured of a drafter at the lowest temperature it has, over all tasks; None where it has none."""
+    """A report's acceptance of a drafter at its lowest temperature, over all tasks; None if it has none."""
     rows = [row for row in report.rows if row.drafter == drafter and row.tokens_per_step is not None]
     rows = [row for row in rows if row.temperature == min(own.temperature for own in rows)]
     if not rows:
@@ -132,30 +132,30 @@ def of_report(report: Report, drafter: str, path: str) -> Acceptance | None:
 
 
 def _mean(values: Sequence[Sequence[float]], weights: Sequence[int]) -> float:
-    """Of what is known, and 0 where nothing is."""
+    """Weighted mean; an empty sequence counts as 0."""
     return sum(weight * sum(value) for value, weight in zip(values, weights, strict=True)) / sum(weights)
 
 
 def _curve(row: Row) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Survival and shares offered of a row: by its histogram, else by the shares at each depth."""
+    """Survival curve and offered shares of a row, from its histogram, else from the shares at each depth."""
     histogram = row.accepted_histogram
     if histogram and (steps := sum(map(sum, histogram))):
         depth = len(histogram) - 1
-        survived = [sum(sum(own[k + 1 :]) for own in histogram) / steps for k in range(depth)]
-        offered = [sum(sum(own) for own in histogram[k + 1 :]) / steps for k in range(depth)]
+        survived = [sum(sum(column[k + 1 :]) for column in histogram) / steps for k in range(depth)]
+        offered = [sum(sum(column) for column in histogram[k + 1 :]) / steps for k in range(depth)]
         return tuple(survived), tuple(offered)
     shares = [share or 0.0 for share in row.accepted_by_depth]
     return tuple(shares), tuple(1.0 for _ in shares)
 
 
 def _interval(rows: Sequence[Row], steps: int, center: Sequence[float]) -> tuple[float, float]:
-    """Factors on what is accepted, at the ends of the 95 % interval: over prompts, else over steps."""
-    known = [row.tokens_per_step_range for row in rows]
-    if all(own is not None and None not in (own.center, own.low, own.high) for own in known):
-        ends = [(own.low - 1, own.center - 1, own.high - 1) for own in known]  # type: ignore[union-attr, operator]
-        middle = sum(own[1] for own in ends)
+    """The ends of the 95 % interval as factors of the accepted tokens; over prompts, else over steps."""
+    ranges = [row.tokens_per_step_range for row in rows]
+    if all(each is not None and None not in (each.center, each.low, each.high) for each in ranges):
+        ends = [(each.low - 1, each.center - 1, each.high - 1) for each in ranges]  # type: ignore[union-attr, operator]
+        middle = sum(each[1] for each in ends)
         if middle > 0:
-            return sum(own[0] for own in ends) / middle, sum(own[2] for own in ends) / middle
+            return sum(each[0] for each in ends) / middle, sum(each[2] for each in ends) / middle
     mean = sum(center)
     if mean <= 0:
         return 1.0, 1.0
@@ -165,24 +165,26 @@ def _interval(rows: Sequence[Row], steps: int, center: Sequence[float]) -> tuple
 
 
 def of_checkpoint(manifest: Mapping[str, Any], name: str) -> Acceptance | None:
-    """What a checkpoint says of its drafter's evaluation, at the lowest temperature; None where there was none."""
+    """Acceptance from a checkpoint's own evaluation, at its lowest temperature; None if it has none."""
     rows = [row for row in (manifest.get("report") or {}).get("rows", ()) if row.get("accepted_by_depth")]
-    rows = [row for row in rows if row["temperature"] == min(own["temperature"] for own in rows)]
+    rows = [row for row in rows if row["temperature"] == min(each["temperature"] for each in rows)]
     if not rows:
         return None
     tokens = [row.get("tokens") or 1 for row in rows]
     curves = [[share or 0.0 for share in row["accepted_by_depth"]] for row in rows]
-    center = tuple(_mean([own[k : k + 1] for own in curves], tokens) for k in range(max(map(len, curves))))
-    whole = _mean([[row.get("tokens_per_step") or 1 + sum(own)] for row, own in zip(rows, curves, strict=True)], tokens)
-    # drafts that the end of a text cut short count in neither share, and do in the tokens
+    center = tuple(_mean([each[k : k + 1] for each in curves], tokens) for k in range(max(map(len, curves))))
+    whole = _mean(
+        [[row.get("tokens_per_step") or 1 + sum(each)] for row, each in zip(rows, curves, strict=True)], tokens
+    )
+    # drafts cut short by the end of a text count in the tokens but not in the shares
     scale = (whole - 1) / sum(center) if sum(center) else 1.0
     prompts = sum(row.get("prompts") or 0 for row in rows)
-    own = tuple(min(1.0, share * scale) for share in center)
-    return _around(own, prompts, "checkpoint", f"the evaluation in {name}, {prompts} prompts")
+    scaled = tuple(min(1.0, share * scale) for share in center)
+    return _around(scaled, prompts, "checkpoint", f"the evaluation in {name}, {prompts} prompts")
 
 
 def _around(center: tuple[float, ...], texts: int, basis: Basis, source: str) -> Acceptance:
-    """With an interval as wide as that of a share over so many texts: the texts' own spread is not stored."""
+    """With a binomial interval over this many texts, since their spread is not stored."""
     error = lambda share: 1.96 * math.sqrt(share * (1 - share) / max(1, texts))
     low = tuple(max(0.0, share - error(share)) for share in center)
     high = tuple(min(1.0, share + error(share)) for share in center)

@@ -1,4 +1,4 @@
-"""What is asked of a server: lengths, and how many requests at once.  From a log, or from numbers.  No torch."""
+"""Traffic of a server: lengths and concurrency, from a log or from options.  No torch."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from outrider.traffic.logs import traces
 from outrider.traffic.logs.calls import Call
 
 CHARACTERS = 4
-"""Of a token, where a log holds texts and no counts."""
+"""Characters per token, for logs with texts but without token counts."""
 
 
 class Demand(NamedTuple):
-    """Mean lengths of requests, and their number."""
+    """Mean lengths of requests, and their concurrency or rate."""
 
     prompt_tokens: float
     new_tokens: float
     concurrency: float | None = None
-    """Requests at once; None where only their rate is known."""
+    """Concurrent requests; None if only the rate is known."""
     rate: float | None = None
-    """Requests a second."""
+    """Requests per second."""
     slo: Mapping[str, float] = {}
     """Limits in seconds: ttft, tpot, e2e."""
     source: str = "as given"
 
     @property
     def context(self) -> float:
-        """Tokens that a text has in the middle of its answer."""
+        """Tokens of a text in the middle of its answer."""
         return self.prompt_tokens + self.new_tokens / 2
 
 
-def given(
+def resolve(
     prompt_tokens: float | None, new_tokens: float | None, concurrency: float | None, rate: float | None,
     slo: Mapping[str, float], log: Demand | None = None,
 ) -> tuple[Demand | None, str]:  # fmt: skip
-    """The demand, or None and what is missing.  Numbers that are given win over the log's.  Raises ConfigError."""
+    """The demand, or None and what is missing.  Numbers override the log.  Raises ConfigError."""
     numbers = {
         "--prompt-tokens": prompt_tokens, "--new-tokens": new_tokens, "--concurrency": concurrency, "--rate": rate,
     }  # fmt: skip
@@ -46,19 +46,19 @@ def given(
             raise ConfigError(f"{option} must be above 0, got {value:g}")
     prompt = prompt_tokens or (log.prompt_tokens if log else None)
     new = new_tokens or (log.new_tokens if log else None) or None
-    own_rate = rate or (log.rate if log and concurrency is None else None)
+    final_rate = rate or (log.rate if log and concurrency is None else None)
     missing = [name for name, value in (("--prompt-tokens", prompt), ("--new-tokens", new)) if value is None]
-    if own_rate is None and concurrency is None:
+    if final_rate is None and concurrency is None:
         missing.append("--concurrency or --rate")
     if prompt is None or new is None or missing:
-        return None, f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not known"
-    return Demand(prompt, new, concurrency, own_rate, slo, log.source if log else "as given"), ""
+        return None, f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+    return Demand(prompt, new, concurrency, final_rate, slo, log.source if log else "as given"), ""
 
 
 def of_log(path: Path, format: str | None = None, count: Callable[[str], int] | None = None) -> Demand:
-    """Mean lengths and rate of a log; `new_tokens` is 0 where no call says how long its answer is.  Raises DataError.
+    """Mean lengths and rate of a log; `new_tokens` is 0 if no call has the length of its answer.  Raises DataError.
 
-    count: tokens of a text, where the target's tokenizer is at hand; a quarter of its characters otherwise.
+    count: number of tokens of a text, by the target's tokenizer; default a quarter of its characters.
     """
     trace = traces.read(path, format)
     measure = count or (lambda text: max(1, len(text) // CHARACTERS))
@@ -80,7 +80,7 @@ def _text(call: Call) -> str:
 
 
 def _answer_tokens(call: Call, measure: Callable[[str], int]) -> int | None:
-    """Of the answer in the log; else the most that was asked for."""
+    """Tokens of the answer in the log, else the request's maximum."""
     if call.expected_tokens is not None:
         return call.expected_tokens
     if call.answer is not None:
@@ -90,8 +90,8 @@ def _answer_tokens(call: Call, measure: Callable[[str], int]) -> int | None:
 
 
 def at_once(rate: float, seconds_of: Callable[[float], float], most: float) -> float | None:
-    """Requests at once by Little's law: `rate` times the seconds that a request takes among so many.  None beyond
-    `most`: the server can't keep up."""
+    """Concurrent requests by Little's law: `rate` times the seconds of a request at that concurrency.  None if that
+    exceeds `most`: the server can't keep up."""
     busy = lambda many: rate * seconds_of(many)
     if busy(most) > most:
         return None

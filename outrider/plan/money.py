@@ -1,4 +1,4 @@
-"""What a drafter costs before it serves, and what it saves a day: hours, bytes, money.  No torch."""
+"""Cost of a drafter before it serves, and savings per day: hours, bytes, money.  No torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from outrider.plan.schema import Cost, Once, Row
 
 DAY_S = 86_400
 SHARES = (0.5, 1.0, 2.0)
-"""Of the traffic, for which costs are shown."""
+"""Shares of the traffic for which costs are shown."""
 MONTHS = 12
 
 
 class Prices(NamedTuple):
-    """The user's prices, in any currency; None where one is not known."""
+    """The user's prices, in any currency; None if unknown."""
 
     device_hour: float | None = None
     gb_month: float | None = None
@@ -30,14 +30,14 @@ class Training(NamedTuple):
     """How a drafter would be trained."""
 
     answers: int
-    """Of the target, which it learns from."""
+    """Number of the target's answers to train on."""
     epochs: float
     token_bytes: float
-    """Of a token's stored features; 0 where the target reads the texts in every pass."""
+    """Bytes of a token's stored features; 0 if the target reads the texts in every epoch instead."""
 
 
 def token_bytes(model: Anatomy) -> float:
-    """What a token's stored features take: five taps and the final state, in bfloat16."""
+    """Bytes of a token's stored features: five taps and the final state, in bfloat16."""
     return encodings.bytes_per_token("bf16", model.hidden, 5)
 
 
@@ -45,60 +45,61 @@ def once(
     training: Training, demand: Demand, draft: DraftModelOnPaper, model: Anatomy, place: Place, costs: Costs,
     memory: Memory | None, prices: Prices,
 ) -> Once:  # fmt: skip
-    """What the drafter costs before it serves, with its answers as long as the traffic's."""
+    """Cost of a drafter before it serves.  Training answers are assumed to be as long as the traffic's."""
     length = demand.prompt_tokens + demand.new_tokens
     slots = min(256, memory.slots(length)) if memory else 256
     writing = training.answers * demand.new_tokens * costs.plain(max(1, slots), demand.context) / max(1, slots)
     tokens = training.answers * length
     passes = 1.0 if training.token_bytes else training.epochs
     reading = 2 * model.active * tokens * passes
-    own = draft.model.parameters + draft.model.head if draft.model else 0
-    made = reading + 6 * own * tokens * training.epochs
+    weights = draft.model.parameters + draft.model.head if draft.model else 0
+    operations = reading + 6 * weights * tokens * training.epochs
     speed = place.devices * place.accelerator.flops["bf16"] * place.efficiency.training
-    hours = writing / 3600, made / speed / 3600
+    hours = writing / 3600, operations / speed / 3600
     stored = training.token_bytes * tokens + draft.weight_bytes
     priced = None if prices.device_hour is None else [each * place.devices * prices.device_hour for each in hours]
     storage = None if prices.gb_month is None else stored / 1e9 * MONTHS * prices.gb_month
-    known = [*(priced or ()), *([] if storage is None else [storage])]
+    parts = [*(priced or ()), *([] if storage is None else [storage])]
     assumed = (
-        f"{training.answers:,} answers of {demand.new_tokens:.0f} tokens, written {slots} at once",
-        f"{training.epochs:g} passes over {tokens:,.0f} tokens, six operations a trained weight and token",
+        f"{training.answers:,} answers of {demand.new_tokens:.0f} tokens, generated {slots} at once",
+        f"{training.epochs:g} epochs over {tokens:,.0f} tokens, six operations per trained weight and token",
         *(["hours have no price"] if priced is None and storage is not None else []),
         *(["storage has no price"] if priced is not None and storage is None else []),
     )
     return Once(
         data_hours=hours[0], training_hours=hours[1], storage_bytes=stored, data_money=priced and priced[0],
-        training_money=priced and priced[1], storage_money=storage, money=sum(known) if known else None,
+        training_money=priced and priced[1], storage_money=storage, money=sum(parts) if parts else None,
         assumed=assumed,
     )  # fmt: skip
 
 
 def daily(
-    demand: Demand, costs: Costs, devices: int, again: Callable[[float], Row | None], most: float, prices: Prices,
+    demand: Demand, costs: Costs, devices: int, row_at: Callable[[float], Row | None], most: float, prices: Prices,
     spent: float | None,
 ) -> list[Cost]:  # fmt: skip
-    """What serving costs and saves at half, all and twice the traffic.
+    """Cost and savings of serving at half, all and twice the traffic.
 
-    again: the chosen method's row at so many requests at once, None where none was chosen; most: texts that fit.
+    row_at: the chosen method's row at a number of concurrent requests; None if no method was chosen.  most: texts that
+    fit.  spent: cost before serving.
     """
     if demand.rate is None:
         return []
-    found = []
+    costs_by_share = []
     for share in SHARES:
         rate = share * demand.rate
         load = at_once(rate, lambda many: request_seconds(costs, demand, many), most)
         if load is None:
-            found.append(Cost(traffic=share))
+            costs_by_share.append(Cost(traffic=share))
             continue
-        row = again(max(1.0, load))
-        # a step serves all texts that are there, so the machine is busy for a day's tokens at this load's speed
+        row = row_at(max(1.0, load))
+        # a step serves all texts, so the machine is busy for the day unless the load is below one text
         seconds = DAY_S * min(1.0, load)
         hours = devices * seconds / 3600
         speedup = row.speedup.center if row else None
         saved = hours * max(0.0, 1 - 1 / speedup) if speedup else 0.0
         money = lambda hours: None if prices.device_hour is None else hours * prices.device_hour
         gain = money(saved)
-        found.append(
+        costs_by_share.append(
             Cost(
                 traffic=share, concurrency=load, speedup=speedup, device_hours_per_day=hours,
                 device_hours_saved_per_day=saved, memory_bytes=row.memory_bytes if row else None,
@@ -106,10 +107,10 @@ def daily(
                 pays_back_after_days=spent / gain if spent is not None and gain else None,
             )
         )  # fmt: skip
-    return found
+    return costs_by_share
 
 
 def most_at_once(demand: Demand, memory: Memory | None) -> float:
-    """The most texts that fit, where the size of memory is known."""
+    """The most texts that fit; `MOST_AT_ONCE` if the size of memory is unknown."""
     most = memory.slots(demand.prompt_tokens + demand.new_tokens) if memory else MOST_AT_ONCE
     return float(max(1, min(most, MOST_AT_ONCE)))

@@ -1,8 +1,8 @@
 """Speed-ups from acceptance and costs.
 
-A step of depth K commits t(K) tokens and takes its draft, its verification and what is beside them; plain decoding
-takes one step a token.  So the speed-up is t(K) * plain / (draft + verify + other).  The interval has both ends of
-acceptance, each moved by what the model of costs may be wrong.  No torch.
+A step of depth K commits t(K) tokens and takes draft + verify + other seconds; plain decoding takes one step per token.
+So the speed-up is t(K) * plain / (draft + verify + other).  Its interval has both ends of acceptance, each widened by
+the error of the costs.  No torch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from outrider.plan.schema import BreakEven, Row
 from outrider.report.parts import Range
 
 RESERVED = 0.1
-"""Share of memory that an engine keeps for activations and graphs."""
+"""Share of memory reserved for activations and graphs."""
 MOST_AT_ONCE = 4096
 
 
 class StepCost(NamedTuple):
-    """Seconds of a drafted step of all texts together."""
+    """Seconds of a drafted step of the whole batch."""
 
     draft_s: float
     verify_s: float
@@ -39,28 +39,28 @@ class StepCost(NamedTuple):
 
 
 class Costs(Protocol):
-    """What steps take: on paper, or as they were timed."""
+    """Seconds of steps, on paper or measured."""
 
     @property
     def error(self) -> float:
-        """Share by which a speed-up may be wrong, acceptance aside."""
+        """Relative error of a speed-up, acceptance aside."""
 
     def plain(self, batch: float, context: float) -> float:
-        """Seconds of a plain step of so many texts."""
+        """Seconds of a plain step of `batch` texts."""
 
     def drafted(self, method: str, batch: float, depth: int, offered: Sequence[float], context: float) -> StepCost:
-        """Of a step that drafts.  offered: share of the steps that draft each node; empty for all."""
+        """Seconds of a step that drafts.  offered: share of steps that draft each node; empty if all do."""
 
     def prompt(self, tokens: float) -> float:
-        """Seconds in which the target reads a prompt."""
+        """Seconds for the target to read a prompt."""
 
     def prompt_of(self, method: str, tokens: float) -> float:
-        """Seconds more in which the drafter does."""
+        """Additional seconds for the drafter to read it."""
 
 
 @dataclass(frozen=True)
 class PaperCosts:
-    """Costs by the roofline."""
+    """Costs from the roofline model."""
 
     model: Anatomy
     place: Place
@@ -88,23 +88,23 @@ class PaperCosts:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a place, and what lies in it."""
+    """Memory of the hardware, and what it has to hold."""
 
     bytes: float
     model: Anatomy
     drafts: Mapping[str, DraftModelOnPaper]
 
     def slots(self, length: float, method: str | None = None, depth: int = 0) -> int:
-        """Texts of so many tokens that fit: weights, keys and values, and the logits of every verified row."""
+        """Number of texts of `length` tokens that fit beside the weights, with the logits of every verified row."""
         draft = self.drafts.get(method) if method else None
         free = (1 - RESERVED) * self.bytes - self.model.weight_bytes - (draft.weight_bytes if draft else 0.0)
-        rows = 1 + (2 * depth if draft and draft.model is not None else depth)  # a draft's own probabilities too
+        rows = 1 + (2 * depth if draft and draft.model is not None else depth)  # q of the draft too
         each = self.model.cache_bytes(length + depth) + rows * self.model.vocabulary * 4
         each += draft.cache_bytes(length) if draft else 0.0
         return max(0, int(free / each))
 
-    def taken(self, method: str, depth: int, batch: float, length: float) -> float:
-        """Bytes that drafting takes of the room for keys and values."""
+    def drafter_bytes(self, method: str, depth: int, batch: float, length: float) -> float:
+        """Bytes that drafting takes from keys and values."""
         draft = self.drafts[method]
         rows = 2 * depth if draft.model is not None else depth
         more = self.model.cache_bytes(length + depth) - self.model.cache_bytes(length)
@@ -121,24 +121,25 @@ def row(
     step = costs.drafted(method, concurrency, depth, accepted.offered, context)
     plain, tokens = costs.plain(concurrency, context), accepted.tokens(depth)
     ratios = [each * plain / step.seconds for each in tokens]
-    spread = Range(low=ratios[0] * (1 - costs.error), center=ratios[1], high=ratios[2] * (1 + costs.error))
-    reading, more = costs.prompt(demand.prompt_tokens), costs.prompt_of(method, demand.prompt_tokens)
+    speedup = Range(low=ratios[0] * (1 - costs.error), center=ratios[1], high=ratios[2] * (1 + costs.error))
+    reading, draft_reading = costs.prompt(demand.prompt_tokens), costs.prompt_of(method, demand.prompt_tokens)
     decoding = demand.new_tokens * plain
-    own_slots = plain_slots = taken = None
+    slots = plain_slots = memory_bytes = None
     if memory is not None:
-        own_slots, plain_slots = memory.slots(length, method, depth), memory.slots(length)
-        taken = memory.taken(method, depth, concurrency, length)
+        slots, plain_slots = memory.slots(length, method, depth), memory.slots(length)
+        memory_bytes = memory.drafter_bytes(method, depth, concurrency, length)
     tpot = step.seconds / tokens[1]
     limit = demand.slo.get("tpot")
     return Row(
         method=method, depth=depth, concurrency=concurrency, context=context,
-        tokens_per_step=Range(low=tokens[0], center=tokens[1], high=tokens[2]), speedup=spread,
-        request_speedup=(reading + decoding) / (reading + more + decoding / ratios[1]),
+        tokens_per_step=Range(low=tokens[0], center=tokens[1], high=tokens[2]), speedup=speedup,
+        request_speedup=(reading + decoding) / (reading + draft_reading + decoding / ratios[1]),
         plain_s=plain, draft_s=step.draft_s, verify_s=step.verify_s, other_s=step.other_s,
         tokens_per_s=concurrency / tpot, plain_tokens_per_s=concurrency / plain,
-        tpot_ms=1e3 * tpot, plain_tpot_ms=1e3 * plain, memory_bytes=taken, slots=own_slots, plain_slots=plain_slots,
-        fits=None if own_slots is None else own_slots >= concurrency,
-        break_even_tokens=more / (plain * (1 - 1 / ratios[1])) if ratios[1] > 1 else None, basis=accepted.basis,
+        tpot_ms=1e3 * tpot, plain_tpot_ms=1e3 * plain, memory_bytes=memory_bytes, slots=slots, plain_slots=plain_slots,
+        fits=None if slots is None else slots >= concurrency,
+        break_even_tokens=draft_reading / (plain * (1 - 1 / ratios[1])) if ratios[1] > 1 else None,
+        basis=accepted.basis,
         meets_slo=None if limit is None else tpot <= limit,
     )  # fmt: skip
 
@@ -147,20 +148,20 @@ def break_even(
     costs: Costs, method: str, depth: int, accepted: Acceptance | None, context: float, concurrency: float,
     loads: Sequence[int],
 ) -> BreakEven:  # fmt: skip
-    """What a method must reach at this load, and up to which of these loads it pays by its acceptance."""
+    """What a method must reach at this load, and up to which of `loads` it pays at its acceptance."""
     accepted = accepted and accepted.at(depth)
     offered = accepted.offered if accepted else ()
     ratio = lambda batch: costs.drafted(method, batch, depth, offered, context).seconds / costs.plain(batch, context)
-    wanted = ratio(concurrency)
+    needed = ratio(concurrency)
     pays, crossover = None, None
     if accepted is not None:
         tokens = accepted.tokens(depth)[1]
         paying = [batch for batch in loads if tokens > ratio(batch)]
         pays = loads[0] in paying
         crossover = None if len(paying) == len(loads) else max(paying, default=0)
-    alpha = alpha_of(max(wanted, 1.0), depth) if wanted <= depth + 1 else None
+    alpha = alpha_of(max(needed, 1.0), depth) if needed <= depth + 1 else None
     return BreakEven(
-        method=method, depth=depth, concurrency=concurrency, tokens_per_step=wanted, acceptance=alpha,
+        method=method, depth=depth, concurrency=concurrency, tokens_per_step=needed, acceptance=alpha,
         crossover=crossover, pays=pays,
     )  # fmt: skip
 
@@ -172,5 +173,5 @@ def loads_up_to(most: float) -> list[int]:
 
 
 def request_seconds(costs: Costs, demand: Demand, batch: float) -> float:
-    """Of a request among so many, without a drafter."""
+    """Seconds of a request in a batch of this size, without a drafter."""
     return costs.prompt(demand.prompt_tokens) + demand.new_tokens * costs.plain(math.ceil(batch), demand.context)

@@ -1,4 +1,4 @@
-"""What a plan found, as its JSON has it.  The names are a promise under `outrider_plan` 1; more may come.  No torch."""
+"""The JSON of a plan.  Field names are stable under `outrider_plan` 1; fields may be added.  No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Decision = Literal["ENABLE", "BATCH INSTEAD", "NEED DATA"]
 
 
 class Row(Part):
-    """One method at one depth under one load.  Seconds are of a step of all texts together."""
+    """One method at one depth under one load.  Seconds are of a step of the whole batch."""
 
     method: str
     depth: int
@@ -22,29 +22,29 @@ class Row(Part):
     tokens_per_step: Range
     """Bonus token included."""
     speedup: Range
-    """Speed of decoding over plain decoding's, with what acceptance and the model of costs leave open."""
+    """Decoding speed / plain decoding speed, with the uncertainty of acceptance and costs."""
     request_speedup: float
-    """Of a whole request, the reading of its prompt by both models included."""
+    """Speed-up of a whole request, including the reading of its prompt by both models."""
     plain_s: float
     draft_s: float
     verify_s: float
     other_s: float
     tokens_per_s: float
-    """Of all texts together."""
+    """Total over the batch."""
     plain_tokens_per_s: float
     tpot_ms: float
     plain_tpot_ms: float
     memory_bytes: float | None
-    """What the drafter takes of the room for keys and values; null where the size of memory is not known."""
+    """Memory that the drafter takes from keys and values; null if the size of memory is unknown."""
     slots: int | None
     """Texts that fit beside the drafter."""
     plain_slots: int | None
     fits: bool | None
-    """So many texts fit beside the drafter."""
+    """Whether the batch fits beside the drafter."""
     break_even_tokens: float | None
-    """Length of an answer from which on drafting wins what reading its prompt cost; null where it wins nothing."""
+    """Length of an answer at which drafting makes up for reading the prompt; null if it never does."""
     basis: Literal["probe", "report", "checkpoint", "published"]
-    """Where acceptance is from."""
+    """Source of the acceptance."""
     meets_slo: bool | None = None
 
 
@@ -55,13 +55,13 @@ class BreakEven(Part):
     depth: int
     concurrency: float
     tokens_per_step: float
-    """From which on a drafted step wins over plain ones."""
+    """Above this, drafting is faster than plain decoding."""
     acceptance: float | None
-    """The same as a chance per token, equal at every depth; null where not even all tokens accepted would do."""
+    """The same as an acceptance probability per token, equal at every depth; null if even 1 is not enough."""
     crossover: int | None = None
-    """The most requests at once at which it pays by its acceptance; null where it pays at all that were looked at."""
+    """Most concurrent requests at which it pays at its acceptance; null if it pays at all loads examined."""
     pays: bool | None = None
-    """Whether it pays at one request at once by its acceptance; null where that is not known."""
+    """Whether it pays for a single request at its acceptance; null if the acceptance is unknown."""
 
 
 class Cost(Part):
@@ -70,74 +70,58 @@ class Cost(Part):
     traffic: float
     """Share of the given rate: 0.5, 1 or 2."""
     concurrency: float | None = None
-    """Null where the server can't keep up."""
+    """Null if the server can't keep up."""
     speedup: float | None = None
     device_hours_per_day: float | None = None
-    """Of all accelerators, without a drafter."""
+    """Total of all accelerators, without a drafter."""
     device_hours_saved_per_day: float | None = None
-    """The hours that the same tokens would not take, which a smaller or shared machine can use."""
+    """Hours saved on the same tokens, which a smaller or shared machine can use."""
     memory_bytes: float | None = None
-    """What the drafter takes of the room for keys and values at this load."""
+    """Memory that the drafter takes from keys and values at this load."""
     spent_per_day: float | None = None
-    """Money for the hours, without a drafter."""
+    """Cost of the hours, without a drafter."""
     saved_per_day: float | None = None
-    """Money for the hours that are saved."""
+    """Cost of the saved hours."""
     pays_back_after_days: float | None = None
-    """From the money spent on data, training and a year's storage; null where nothing is saved or no price is known."""
+    """Days until savings cover data, training and a year of storage; null without savings or prices."""
 
 
 class Once(Part):
-    """What a drafter costs before it serves; null where it is not known."""
+    """Cost of a drafter before it serves; null if unknown."""
 
     data_hours: float | None = None
     training_hours: float | None = None
     storage_bytes: float | None = None
     data_money: float | None = None
-    """Hours of all accelerators at their price; so is training_money."""
+    """Hours of all accelerators at their price; likewise training_money."""
     training_money: float | None = None
     storage_money: float | None = None
-    """A year of it; null where storage has no price."""
+    """One year; null if storage has no price."""
     money: float | None = None
-    """All three, as far as they have a price."""
+    """Sum of those that have a price."""
     assumed: tuple[str, ...] = ()
 
 
-class Rule(Part):
-    """A rule of the field, beside what this plan and our own measurements say of it."""
-
-    name: Literal["size", "acceptance", "training", "utilisation"]
-    says: str
-    """The rule, as articles have it."""
-    here: str
-    """What this plan computes of it; why it can't, where it can't."""
-    holds: bool | None
-    """Whether it decides here as the plan does; null where the plan can't tell."""
-    measured: str
-    """What our own measurements say of it."""
-    sources: tuple[str, ...]
-    """Files of benchmarks/results that have them."""
-
-
 class Profile(Part):
-    """What a plain step of the target waits for on the device of this machine, by a short profile."""
+    """What a plain step of the target waits for on this machine's device, from a short profile."""
 
     device: str
     concurrency: int
     context: int
     busy: float
-    """Share of the step in which at least one kernel ran: what monitors call utilisation."""
+    """Share of the step in which a kernel ran, which monitors call utilisation."""
     launch: float
-    """Share of the step in which none did."""
+    """Share of the step in which no kernel ran."""
     memory: float
-    """Share of the step that its bytes need at the speed of a copy here."""
+    """Share of the step that its bytes take at the speed of a copy."""
     compute: float
-    """Share of the step that its products need at the speed of a large product here."""
+    """Share of the step that its matrix products take at the speed of a large one."""
     bound: Literal["memory", "compute", "launch"]
     """The largest of the three."""
 
 
 class ProbedRow(Part):
-    """One method on the requests of one category that were replayed, or of all."""
+    """One method on the replayed requests of one category, or of all."""
 
     method: str
     category: str
@@ -146,34 +130,34 @@ class ProbedRow(Part):
     steps: int
     tokens: int
     tokens_per_step: Range
-    """Bonus token included.  Its interval, as the others here, is over requests; null of fewer than five."""
+    """Bonus token included.  Intervals here are over requests; null for fewer than five."""
     survival: tuple[Range, ...]
     """[k]: share of all steps that accept at least k + 1 drafted tokens."""
 
 
 class Probed(Part):
-    """Requests of the log, replayed on the target."""
+    """Requests of the log that were replayed on the target."""
 
     requests: int
-    """That figures are of."""
+    """Requests in the figures."""
     wanted: int
-    """That were to be drawn."""
+    """Requests to draw."""
     because: str | None = None
-    """Why none were replayed, or fewer than wanted; null where all were."""
+    """Why none or fewer than wanted were replayed; null if all were."""
     calls: int
-    """Of the whole log."""
+    """Requests in the log."""
     categories: dict[str, int]
-    """Requests of the whole log that have a text, by category."""
+    """Requests of the log that have text, by category."""
     left_out: dict[str, int]
-    """By reason."""
+    """Requests left out, by reason."""
     seed: int
     new_tokens: int
-    """Of an answer at the most."""
+    """Most tokens of an answer."""
     rows: tuple[ProbedRow, ...] = ()
 
 
 class Plan(Part):
-    """The decision, the numbers, and the one that decided."""
+    """The decision and its numbers."""
 
     outrider_plan: Literal[1] = 1
     decision: Decision
@@ -181,7 +165,7 @@ class Plan(Part):
     method: str | None = None
     depth: int | None = None
     depths: dict[str, int] = Field(default_factory=dict)
-    """Depth of the chosen method by requests at once."""
+    """Depth of the chosen method by concurrent requests."""
     target: str
     hardware: str
     measured: bool
@@ -192,10 +176,8 @@ class Plan(Part):
     costs: tuple[Cost, ...] = ()
     acceptance: dict[str, str] = Field(default_factory=dict)
     """Source of each method's acceptance."""
-    rules: tuple[Rule, ...] = ()
-    """Of the field; none without traffic."""
     profile: Profile | None = None
-    """Null where nothing was timed, or there is no device but the CPU."""
+    """Null if nothing was timed, or only on the CPU."""
     probe: Probed | None = None
-    """Null where no log was given, or none of it was to be replayed."""
+    """Null without a log, or if none of it was to be replayed."""
     notes: tuple[str, ...] = ()

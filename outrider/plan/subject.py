@@ -1,4 +1,4 @@
-"""What a plan is about: a target and the methods that may draft for it, known by their configs."""
+"""What a plan is about: a target and the methods to compare, read from their configs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from outrider.targets.sketch import Sketch
 
 
 class Method(NamedTuple):
-    """One way to draft that a plan judges."""
+    """A method to compare."""
 
     name: str
-    """As it was given: a kind, or the folder of a drafter."""
+    """A kind, or the folder of a drafter, as the user wrote it."""
     kind: str
     settings: Mapping[str, Any]
     manifest: Mapping[str, Any]
@@ -30,7 +30,7 @@ class Method(NamedTuple):
 
 @dataclass(frozen=True)
 class Subject:
-    """A target and the methods that may draft for it, known by their configs."""
+    """A target and the methods to compare, read from their configs."""
 
     target: str
     model: Anatomy
@@ -39,38 +39,37 @@ class Subject:
     drafts: Mapping[str, DraftModelOnPaper]
     accepted: Mapping[str, Acceptance] = field(default_factory=dict)
     context: int | None = None
-    """Tokens that the target reads, where its config says so."""
+    """Context length of the target, if its config has it."""
 
     @property
-    def unknown(self) -> list[str]:
-        """Methods of whose acceptance nothing is known."""
+    def without_acceptance(self) -> list[str]:
+        """Methods whose acceptance is unknown."""
         return [name for name in self.methods if name not in self.accepted]
 
 
-def subject(
+def load_subject(
     target: str, methods: Sequence[str], weight: str | None = None, draft_model: str | None = None,
     reports: Sequence[str] = (),
 ) -> Subject:  # fmt: skip
-    """What a plan is about.  Reads configs, manifests and reports, no weights.  Raises TargetError, ConfigError,
-    DataError."""
+    """Read configs, manifests and reports, but no weights.  Raises TargetError, ConfigError, DataError."""
     fields = read(target)
     sketch = sketched(fields, target)
     model = of_sketch(sketch, stored(fields, weight, target))
-    found = {name: method(name) for name in methods or drafts.usual()}
-    small = None
+    by_name = {name: method(name) for name in methods or drafts.default_methods()}
+    draft = None
     if draft_model is not None:
-        other = read(draft_model)
-        small = of_sketch(sketched(other, draft_model), stored(other, None, draft_model))
-    on_paper = {
-        name: drafts.on_paper(own.kind, sketch, small, **own.settings) for name, own in found.items()
+        draft_fields = read(draft_model)
+        draft = of_sketch(sketched(draft_fields, draft_model), stored(draft_fields, None, draft_model))
+    drafts_on_paper = {
+        name: drafts.on_paper(each.kind, sketch, draft, **each.settings) for name, each in by_name.items()
     }  # fmt: skip
-    loaded = [(path, Report.load(path)) for path in reports]
-    known = {name: value for name, own in found.items() if (value := _accepted(own, loaded)) is not None}
-    return Subject(target, model, sketch, found, on_paper, known, context_of(fields))
+    loaded_reports = [(path, Report.load(path)) for path in reports]
+    accepted = {name: value for name, each in by_name.items() if (value := _accepted(each, loaded_reports)) is not None}
+    return Subject(target, model, sketch, by_name, drafts_on_paper, accepted, context_of(fields))
 
 
 def method(name: str) -> Method:
-    """A method by its kind, or by the folder of a drafter."""
+    """A method by kind, or by the folder of a drafter."""
     if name in kinds():
         return Method(name, name, {}, {})
     source = describe(name)
@@ -78,20 +77,20 @@ def method(name: str) -> Method:
     return Method(name, source.kind, settings, source.manifest)
 
 
-def _accepted(own: Method, reports: Sequence[tuple[str, Report]]) -> Acceptance | None:
-    """The best that is known: a report's, the checkpoint's own, what was published."""
+def _accepted(method: Method, reports: Sequence[tuple[str, Report]]) -> Acceptance | None:
+    """The best source available: a report, else the checkpoint's own evaluation, else published values."""
     for path, report in reports:
-        for name in (own.name, own.kind):
-            if (found := acceptance.of_report(report, name, path)) is not None:
-                return found
-    return acceptance.of_checkpoint(own.manifest, own.name) or acceptance.published(own.kind)
+        for name in (method.name, method.kind):
+            if (accepted := acceptance.of_report(report, name, path)) is not None:
+                return accepted
+    return acceptance.of_checkpoint(method.manifest, method.name) or acceptance.published(method.kind)
 
 
-def rest_on(own: Subject, measured: Mapping[str, Acceptance], if_measured: Sequence[str] = ()) -> Subject:
-    """The subject, with what was measured in place of what was known.
+def with_measured(subject: Subject, measured: Mapping[str, Acceptance], if_measured: Sequence[str] = ()) -> Subject:
+    """The subject with measured acceptance.
 
-    if_measured: methods that nobody asked for, which stay where their acceptance was measured.
+    if_measured: methods that were not requested, to be dropped unless their acceptance was measured.
     """
-    methods = {name: each for name, each in own.methods.items() if name not in if_measured or name in measured}
-    known = {**own.accepted, **measured}
-    return replace(own, methods=methods, accepted={name: known[name] for name in methods if name in known})
+    methods = {name: each for name, each in subject.methods.items() if name not in if_measured or name in measured}
+    accepted = {**subject.accepted, **measured}
+    return replace(subject, methods=methods, accepted={name: accepted[name] for name in methods if name in accepted})

@@ -1,1 +1,1 @@
-"""How much to draft, and by which rule to judge."""
+"""How much to draft, and which rule verifies it."""

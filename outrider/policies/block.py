@@ -1,8 +1,7 @@
-"""Block verification: a chain drawn from q is judged as a whole, so that a later token may rescue an earlier one.
+"""Block verification: a chain drawn from q is verified as a whole, so that a later token can rescue an earlier one.
 
-Exact, and never fewer tokens in expectation than the acceptance rule (arXiv 2403.10444).  B live slots, N drafted
-nodes.
-"""
+Exact, and in expectation accepts at least as many tokens as the acceptance rule (arXiv 2403.10444).  B live slots, N
+drafted nodes."""
 
 from __future__ import annotations
 
@@ -18,21 +17,21 @@ from outrider.sampling.fast import Chain, coins, of_chain
 def accept_block(draft: Draft, p: Tensor, streams: Streams) -> Accepted:
     """Accept the longest prefix whose random number is below S[i] / (S[i] + 1 - w[i]); for the whole draft, below w.
 
-    w[i] = min(1, w[i-1] p(x)/q(x)) is the probability that the first i tokens stay; S[i] = sum(max(w[i] p - q, 0)) at
-    the next node.
+    w[i] = min(1, w[i-1] p(x)/q(x)) is the probability that the first i tokens are accepted; S[i] = sum(max(w[i] p - q,
+    0)) at the next node.
 
-    Then a token from norm(max(w p - q, 0)).  Exact for chains whose length is a stopping rule's, by induction from the
-    end: the first i tokens stay with probability w[i], whether the draft ends there or not.  Equal to `accept` with one
-    node or deterministic ones.  Trees, deterministic drafts and slots with a seed go to `accept` itself.  p [B, N+1,
-    V].
+    The next token is drawn from norm(max(w p - q, 0)).  Exact for chains whose length is set by a stopping rule, by
+    induction from the end: the first i tokens are accepted with probability w[i], whether the draft ends there or not.
+    Equal to `accept` for one node or deterministic ones.  Trees, deterministic drafts and slots with a seed use
+    `accept`.  p [B, N+1, V].
     """
     return of_chain(_longest, draft, p, streams)
 
 
 def _longest(chain: Chain, streams: Streams) -> tuple[Tensor, Tensor]:
-    # probability w[i] that the first i tokens stay, i = 1 ... N: min(1, w[i-1] p/q), w[0] = 1; [B, N] float64
+    # w[i], i = 1 ... N, with w[0] = 1; [B, N] float64
     walk = (chain.p_own.double() / chain.q_own.double()).log().cumsum(-1)
-    # a sum that is capped at 0 is the sum minus its highest value so far
+    # a running sum capped at 0 is the sum minus its running maximum
     stays = (walk - walk.cummax(-1).values.clamp(min=0)).exp()
     before = torch.cat([torch.ones_like(stays[:, :1]), stays[:, :-1]], 1)
     rest = (before[..., None].to(chain.p.dtype) * chain.p[:, :-1] - chain.q).clamp(min=0).sum(-1).double()
@@ -41,6 +40,6 @@ def _longest(chain: Chain, streams: Streams) -> tuple[Tensor, Tensor]:
     chance = torch.where(total > 0, following / total, 1.0)
     length = torch.arange(1, stays.shape[1] + 1, device=stays.device)
     chance = torch.where(length == chain.sizes[:, None], stays, chance)
-    # the longest prefix that passed its own test, whether shorter ones did or not
+    # the longest prefix that passed its test, whether shorter ones did or not
     passed = chain.live & (coins(streams, stays.shape[1]) < chance)
     return (passed * length).amax(-1), before

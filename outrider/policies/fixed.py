@@ -11,7 +11,7 @@ from outrider.decoding.state import DecodeState, Timing
 
 
 class Fixed(Policy):
-    """`nodes` under every anchor."""
+    """Drafts `nodes` nodes in every slot."""
 
     def __init__(self, nodes: int):
         self.nodes = nodes
@@ -20,4 +20,4 @@ class Fixed(Policy):
         return torch.full((len(state.rows),), self.nodes)
 
     def observe(self, state: DecodeState, sizes: Tensor, accepted: Accepted, timing: Timing) -> None:
-        """Nothing changes it."""
+        """Learns nothing."""

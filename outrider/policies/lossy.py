@@ -1,7 +1,7 @@
-"""What a rule that changes the output on purpose is to its judge.
+"""The interface of verification rules that change the output on purpose, and their judge.
 
-Never used by default: `named.judge` returns such a judge only with allow_lossy, and it measures the rule's distance
-from the target's distribution for the report.  The rules are in `outrider.lab.judges`.
+Never used by default: `named.judge` returns such a judge only with allow_lossy, and the judge measures the rule's
+distance from the target's distribution for the report.  The rules are in `outrider.lab.judges`.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -23,7 +23,7 @@ from outrider.sampling.prefix import processed
 
 
 class Verified(NamedTuple):
-    """What a rule knows of a step besides its draft and p."""
+    """What a rule sees of a step besides its draft and p."""
 
     rows: Sequence[int]
     """Slots of the B live texts."""
@@ -34,46 +34,45 @@ class Verified(NamedTuple):
 
 
 class LossyRule:
-    """What a lossy rule is to its judge: it accepts drafted tokens, and says how far from p that is.
+    """A lossy rule: accepts drafted tokens, and measures its distance from p.
 
-    A rule overrides `__call__` and `distances`; one that remembers its texts overrides the other hooks too, in the
+    A rule overrides `__call__` and `distances`, and the other hooks if it has state per text.  They are listed in the
     order in which they are called.
     """
 
     name: str
-    """With its numbers, for reports; `named.judge` makes the same rule of it where its settings are texts and
-    numbers."""
+    """Name and settings, for reports; `named.judge` recreates the rule from it if all settings are text or numbers."""
 
     def allocate(self, target: Any, cache: Any) -> None:
-        """As `Judge.allocate`, for a rule with passes of its own."""
+        """As `Judge.allocate`, for a rule that runs passes itself."""
 
     def admit(self, row: int, request: Request) -> None:
-        """A new text in this slot.  Raises ConfigError for one that the rule can't judge."""
+        """A new text in this slot.  Raises ConfigError for one that the rule can't verify."""
 
     def free(self, row: int) -> None: ...
 
     def begin(self, verified: Verified) -> None:
-        """The step that is judged next."""
+        """Called before each verification."""
 
     def __call__(self, draft: Draft, p: Tensor, streams: Streams) -> Accepted:
-        """What is accepted by p [B, N+1, V].  The next token may be a drafted one, so that the target adds none."""
+        """Verify a draft by p [B, N+1, V].  The next token may be a drafted one instead of the target's."""
         raise NotImplementedError
 
     def distances(self, draft: Draft, p: Tensor, accepted: Accepted) -> Tensor:
-        """[B, D] float64, at least as wide as the longest path and its next token: total variation from p of each
-        emitted token of this step, in order; exact, or more on average."""
+        """[B, D] float64: total variation between p and the rule for each emitted token of this step, in order; exact
+        or an upper bound on average.  D covers at least the longest path and its next token."""
         raise NotImplementedError
 
     def observe(self, accepted: Accepted, texts: Sequence[list[int]]) -> None:
-        """What was committed of it, and all tokens of each live text."""
+        """Called after the commit.  texts: all tokens of each live text."""
 
     def figures(self) -> dict[str, float]:
-        """What it bought, and what it cost besides the distance."""
+        """The rule's own statistics, for reports."""
         return {}
 
 
 class LossyJudge(SamplingJudge):
-    """Judges by a lossy rule, and measures its distance from the target's distribution."""
+    """Verifies by a lossy rule, and measures its distance from the target's distribution."""
 
     rule: LossyRule
 
@@ -82,12 +81,11 @@ class LossyJudge(SamplingJudge):
         self.tokens = 0
         """Tokens emitted, over all slots and steps."""
         self.passes = 0
-        """Verified steps, counted for each slot: passes of the target that these tokens took."""
+        """Verified steps, summed over slots: target passes that these tokens took."""
         self.total = 0.0
-        """Sum of their distances: an upper bound of the total variation between a text's distribution and the
-        target's."""
+        """Sum of the tokens' distances, an upper bound on the total variation between the distributions of texts."""
         self.tv_distance: dict[int, float] = {}
-        """By slot: sum of the distances of the last step's tokens."""
+        """By slot: sum of distances in the last step."""
         self._last = torch.empty(0, 0)
 
     def allocate(self, target: Any, cache: Any) -> None:
@@ -127,7 +125,7 @@ class LossyJudge(SamplingJudge):
 
     @property
     def figures(self) -> dict[str, float]:
-        """What the rule cost and what it bought: the distance, tokens per step, passes saved against one pass a token,
-        and what the rule itself counts."""
-        bought = {"tokens_per_step": self.tokens / max(1, self.passes), "passes_saved": self.tokens - self.passes}
-        return {"distance": self.distance, **bought, **self.rule.figures()}
+        """Cost and gain of the rule: its distance, tokens per step, passes saved over one pass per token, and the
+        rule's own statistics."""
+        gain = {"tokens_per_step": self.tokens / max(1, self.passes), "passes_saved": self.tokens - self.passes}
+        return {"distance": self.distance, **gain, **self.rule.figures()}

@@ -1,4 +1,4 @@
-"""Policies and ways to verify, by the names that Python, run files and the command line share."""
+"""Policies and verification rules by the names used in Python, run files and on the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from outrider.config import nearest
-from outrider.costs.kept import KeptCosts
+from outrider.costs.stored import StoredCosts
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.errors import ConfigError
 from outrider.policies import lossy
@@ -22,56 +22,56 @@ from outrider.registry import Registry
 from outrider.sampling.judge import SamplingJudge
 
 EXACT = ("standard", "block")
-"""Exact ways to verify; `LOSSY` has the others."""
+"""Exact verification rules; `LOSSY` has the others."""
 LOSSY = Registry("verification", ("outrider.lab.judges",), "outrider.judges")
-"""Those that change the output; see `outrider.lab.judges`."""
-Kept = Callable[[], KeptCosts]
-POLICIES: Mapping[str, Callable[[int, Kept | None], Policy]] = {
-    "fixed": lambda limit, kept: Fixed(limit),
-    "auto": lambda limit, kept: Auto(limit, kept=None if kept is None else kept()),
+"""Verification rules that change the output; see `outrider.lab.judges`."""
+FindCosts = Callable[[], StoredCosts]
+POLICIES: Mapping[str, Callable[[int, FindCosts | None], Policy]] = {
+    "fixed": lambda limit, stored: Fixed(limit),
+    "auto": lambda limit, stored: Auto(limit, stored=None if stored is None else stored()),
 }
-"""As many nodes as the drafter offers; as many as pay, by what was accepted and measured seconds."""
-GONE = ("adaptive", "by_load", "by_confidence")
-"""Names of before; `auto` does what each did."""
+"""`fixed` drafts as many nodes as the drafter offers, `auto` as many as pay by acceptance and measured times."""
+REMOVED = ("adaptive", "by_load", "by_confidence")
+"""Names of removed policies, which `auto` replaces."""
 DEFAULT = "auto"
-"""The policy that is used unless another is named."""
+"""The policy used by default."""
 
 
-def policy(name: str | Policy | None, drafter: Drafter, kept: Kept | None = None) -> Policy:
-    """A new policy of this name for this drafter; None continues with this thread's default policy for it.
+def policy(name: str | Policy | None, drafter: Drafter, stored: FindCosts | None = None) -> Policy:
+    """A new policy of this name for this drafter; None returns this thread's default policy for the drafter.
 
-    kept: finds what steps of this drafter took in earlier processes, for a new policy that asks.  Raises ConfigError
-    for an unknown name.
+    stored: finds times of this drafter's steps from earlier processes; called only for a new policy that uses them.
+    Raises ConfigError for an unknown name.
     """
     if name is None:
-        policies: weakref.WeakKeyDictionary[Drafter, Policy] = vars(_taken).setdefault(
+        policies: weakref.WeakKeyDictionary[Drafter, Policy] = vars(_per_thread).setdefault(
             "policies", weakref.WeakKeyDictionary()
         )
         if drafter not in policies:
-            policies[drafter] = POLICIES[DEFAULT](drafter.limit, kept)
+            policies[drafter] = POLICIES[DEFAULT](drafter.limit, stored)
         return policies[drafter]
     if not isinstance(name, str):
         return name
-    if name in GONE:
-        raise ConfigError(f"policy {name!r} is gone; auto does what it did, so write auto")
-    _known("policy", name, POLICIES)
-    return POLICIES[name](drafter.limit, kept)
+    if name in REMOVED:
+        raise ConfigError(f"policy {name!r} was removed; use auto, which replaces it")
+    _refuse_unknown("policy", name, POLICIES)
+    return POLICIES[name](drafter.limit, stored)
 
 
-_taken = threading.local()
-"""`policies`: by drafter, so that the next request uses earlier measurements."""
+_per_thread = threading.local()
+"""`policies`: by drafter, so that the next request reuses what was learnt."""
 
 
-def apart(policy: Policy) -> Policy:
-    """A copy that goes on from what a policy has learnt; nothing that it learns is kept."""
-    there = copy.deepcopy(policy)
-    if isinstance(there, Auto):
-        there.kept = None
-    return there
+def snapshot(policy: Policy) -> Policy:
+    """A copy that continues from what a policy has learnt and stores nothing."""
+    replica = copy.deepcopy(policy)
+    if isinstance(replica, Auto):
+        replica.stored = None
+    return replica
 
 
 def judge(name: str | SamplingJudge | None = None, allow_lossy: bool = False) -> SamplingJudge:
-    """The judge of this way to verify: `standard`, `block`, or a lossy rule with its settings, such as
+    """The judge for this verification rule: `standard`, `block`, or a lossy rule with its settings, such as
     `relaxed(k=3)`.
 
     Raises ConfigError for an unknown name or setting, and for a lossy one unless allow_lossy.
@@ -88,45 +88,46 @@ def judge(name: str | SamplingJudge | None = None, allow_lossy: bool = False) ->
 
 
 def check_verification(name: str, allow_lossy: bool) -> lossy.LossyRule | None:
-    """A new rule of a lossy name, None of an exact one.  Raises ConfigError for an unknown name or setting, and for a
-    lossy one unless allow_lossy is True."""
-    called = re.fullmatch(r"(\w+)\((.*)\)", name.strip(), re.DOTALL)
-    own = called[1] if called else name
-    _known("verification", own, [*EXACT, *LOSSY.all()])
-    if own in EXACT:
-        if called:
-            raise ConfigError(f"verification {own!r} has no settings, got {name!r}; give its name alone")
+    """A new lossy rule, or None if the name is an exact one's.  Raises ConfigError for an unknown name or setting, and
+    for a lossy rule unless allow_lossy is True."""
+    call = re.fullmatch(r"(\w+)\((.*)\)", name.strip(), re.DOTALL)
+    rule_name = call[1] if call else name
+    _refuse_unknown("verification", rule_name, [*EXACT, *LOSSY.all()])
+    if rule_name in EXACT:
+        if call:
+            raise ConfigError(f"verification {rule_name!r} has no settings, got {name!r}; write only its name")
         return None
     if allow_lossy is not True:
         raise ConfigError(
-            f"verification '{name}' changes what the target would write, and allow_lossy is {allow_lossy!r}; "
-            "set allow_lossy: true to allow that, or use standard or block for exact output"
+            f"verification '{name}' changes the target's output, and allow_lossy is {allow_lossy!r}; "
+            "set allow_lossy: true to allow it, or use standard or block for exact output"
         )
-    module = LOSSY.find(own)
-    settings = _settings(own, called[2] if called else "", module.SETTINGS)
+    module = LOSSY.find(rule_name)
+    settings = _settings(rule_name, call[2] if call else "", module.SETTINGS)
     if module.REQUIRED and module.REQUIRED not in settings:
         raise ConfigError(
-            f"verification {own!r} needs {module.REQUIRED}; write {own}({module.REQUIRED}=...), see docs/lossy.md"
+            f"verification {rule_name!r} needs {module.REQUIRED}; "
+            f"write {rule_name}({module.REQUIRED}=...), see docs/lossy.md"
         )
-    rule: lossy.LossyRule = vars(module)[own](**settings)
+    rule: lossy.LossyRule = vars(module)[rule_name](**settings)
     return rule
 
 
-def _settings(name: str, text: str, known: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
-    """Settings of a lossy rule, read from `key=value, key=value`."""
-    found = {}
+def _settings(name: str, text: str, types: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
+    """Settings of a lossy rule, from text such as `key=value, key=value`."""
+    settings = {}
     for part in re.split(r",\s*(?=\w+\s*=)", text) if text.strip() else ():
         key, equals, value = (side.strip() for side in part.partition("="))
         if not equals:
             raise ConfigError(f"verification {name!r}: {part!r} is not a setting; write {name}(setting=value)")
-        _known(f"setting of verification {name!r}", key, known)
+        _refuse_unknown(f"setting of verification {name!r}", key, types)
         try:
-            found[key] = known[key](value)
+            settings[key] = types[key](value)
         except ValueError:
             raise ConfigError(f"verification {name!r}: {key} must be a number, got {value!r}") from None
-    return found
+    return settings
 
 
-def _known(what: str, name: str, names: Iterable[str]) -> None:
+def _refuse_unknown(what: str, name: str, names: Iterable[str]) -> None:
     if name not in names:
         raise ConfigError(f"unknown {what} {name!r}{nearest(name, names)}")

@@ -1,4 +1,4 @@
-"""Shares: a step's nodes split among parts of a draft, by what was accepted of each so far (CombUCB1, see `mix`)."""
+"""A bandit that splits a step's nodes among members by their acceptance so far (CombUCB1, see `mix`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ class Shares:
     WINDOW = 64.0
     """Steps after which a count has faded to 1/e."""
     GUESS, DOUBT = 0.5, 2.0
-    """Prior of a member's first node, and how many tests it counts as; every other node's prior is the node before
-    it."""
+    """Prior of a member's first node, and its weight in tests; the prior of every other node is the node before it."""
 
     def __init__(self, limits: Sequence[int], explore: float):
         self.explore, self.steps = explore, 0.0
@@ -21,7 +20,7 @@ class Shares:
         self.accepted = [[0.0] * limit for limit in limits]
 
     def split(self, most: int) -> list[int]:
-        """Nodes per member: the highest bounds, of each member the first nodes.  Of equals the first member's."""
+        """Nodes per member: those with the highest bounds, a prefix of each member; ties go to the first member."""
         bounds = [self._bounds(part, most) for part in range(len(self.offered))]
         shares = [0] * len(bounds)
         for _ in range(most):
@@ -32,7 +31,7 @@ class Shares:
         return shares
 
     def _bounds(self, part: int, most: int) -> list[float]:
-        """Upper confidence bounds of a member's nodes, never rising, and -1 after the last."""
+        """Upper confidence bounds of a member's nodes, non-increasing, and -1 after the last."""
         doubt = self.explore * math.sqrt(1.5 * math.log(1 + self.steps))
         guess, lowest, bounds = self.GUESS, math.inf, []
         for offered, accepted in zip(self.offered[part][:most], self.accepted[part], strict=False):
@@ -42,7 +41,7 @@ class Shares:
         return [*bounds, -1.0]
 
     def learn(self, offered: Sequence[Sequence[int]], accepted: Sequence[Sequence[int]]) -> None:
-        """Nodes of each member's draft that were verified, and those that were accepted."""
+        """Learn from the verified (offered) and accepted nodes of each member's draft."""
         fade = 1 - 1 / self.WINDOW
         self.steps = fade * self.steps + 1
         for counts, nodes in ((self.offered, offered), (self.accepted, accepted)):

@@ -49,7 +49,7 @@ class GuardedDrafter(Drafter):
         self._lock = threading.Lock()
 
     def replace(self, inner: Drafter) -> None:
-        """Ask this one from now on; it takes over the memory of the one before, see `costs.kept`."""
+        """Ask this one from now on; it takes over the memory of the one before, see `costs.stored`."""
         self.inner = inner
 
     def refresh(self) -> None:

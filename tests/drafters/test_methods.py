@@ -12,7 +12,7 @@ from outrider.engines import engine
 from outrider.errors import ConfigError
 from outrider.formats.keys import layers, length
 from outrider.method import Method
-from outrider.plan.paper.drafts import known, usual
+from outrider.plan.paper.drafts import default_methods, kinds_on_paper
 
 ROOT = Path(drafters.__file__).resolve().parent.parent
 NAMED_NOWHERE = ("plan", "export", "engines")
@@ -63,7 +63,7 @@ def test_a_method_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Catches a plan, a command or a folder's reader that a new method does not reach."""
     (tmp_path / "theirs.py").write_text(THEIRS)
     monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
-    assert usual()[-1] == "theirs" and "theirs" in known()
+    assert default_methods()[-1] == "theirs" and "theirs" in kinds_on_paper()
     engines = engine._engines()
     assert engines["vllm"].methods["theirs"].formats == ("speculators",)
     assert engines["triton"].methods["theirs"].name == "theirs"

@@ -10,7 +10,7 @@ from outrider import demo
 from outrider.drafters import method
 from outrider.errors import ConfigError
 from outrider.plan.paper import anatomy
-from outrider.plan.paper.drafts import known, on_paper
+from outrider.plan.paper.drafts import kinds_on_paper, on_paper
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -68,17 +68,19 @@ def test_quantised_weights_take_what_their_config_says(quantised: dict[str, Any]
 def test_an_unknown_way_of_storing_weights_is_asked_for() -> None:
     """Catches a guess at the size of weights."""
     fields = QWEN | {"quantization_config": {"quant_method": "runes"}}
-    with pytest.raises(ConfigError, match=r"not known here \(runes\); say how its weights are stored with --weights"):
+    with pytest.raises(
+        ConfigError, match=r"unknown quantization_config \(runes\); give the type of its weights with --weights"
+    ):
         anatomy.of_fields(fields, "runes")
     assert anatomy.of_fields(fields, "runes", "int8").weight.bytes == 1.0
-    with pytest.raises(ConfigError, match="weights 'int5' are not a type that is known here; did you mean"):
+    with pytest.raises(ConfigError, match="unknown type of weights 'int5'; did you mean"):
         anatomy.of_fields(fields, "runes", "int5")
 
 
 def test_every_kind_has_a_draft_model_on_paper() -> None:
     """Catches a kind whose parts are named otherwise than the planner looks for, so that it drafts for nothing."""
     sketch = anatomy.sketched(QWEN, "paper")
-    for kind in {*known()} - {"small_model", "cross_vocabulary"}:
+    for kind in {*kinds_on_paper()} - {"small_model", "cross_vocabulary"}:
         found = on_paper(kind, sketch)
         assert (found.model is None) == (method(kind).cost == "lookup"), kind
         assert found.model is None or (found.model.read > 64 * 64 and found.model.head == 512 * 64), kind
@@ -87,7 +89,7 @@ def test_every_kind_has_a_draft_model_on_paper() -> None:
 def test_a_kind_without_a_model_on_paper_is_refused_by_name() -> None:
     """Catches a method that is planned at no cost since nothing is known of it."""
     sketch = anatomy.sketched(QWEN, "paper")
-    with pytest.raises(ConfigError, match="what layer_skip takes is not known on paper"):
+    with pytest.raises(ConfigError, match="the cost of layer_skip on paper is unknown"):
         on_paper("layer_skip", sketch)
     with pytest.raises(ConfigError, match="name it with --draft-model"):
         on_paper("small_model", sketch)

@@ -153,7 +153,7 @@ def test_an_interval_on_both_sides_asks_for_what_would_narrow_it() -> None:
     assert "while nothing else runs" in decide(wide, ASKED, 1, [], error=0.5).because
     choice = decide(wide, ASKED, 1, [])
     assert choice.decision == "NEED DATA" and "outrider evaluate" in choice.because
-    assert decide([], ASKED, 1, ["small_model"]).because.startswith("the acceptance of small_model is not known")
+    assert decide([], ASKED, 1, ["small_model"]).because.startswith("the acceptance of small_model is unknown")
 
 
 def test_a_draft_that_does_not_fit_is_not_enabled() -> None:
@@ -183,15 +183,15 @@ def test_a_log_gives_mean_lengths_and_a_rate(tmp_path: Path) -> None:
     ))  # fmt: skip
     found = demand.of_log(log)
     assert (found.prompt_tokens, found.new_tokens, found.rate) == (100, 20, 0.3)
-    whole, missing = demand.given(None, None, None, None, {}, found)
+    whole, missing = demand.resolve(None, None, None, None, {}, found)
     assert whole is not None and whole.rate == 0.3 and not missing
-    whole, _ = demand.given(None, 50, 4, None, {}, found)
+    whole, _ = demand.resolve(None, 50, 4, None, {}, found)
     assert whole is not None and (whole.new_tokens, whole.concurrency, whole.rate) == (50, 4, None)
 
 
 def test_what_is_missing_of_the_traffic_is_named() -> None:
     """Catches a length that is made up."""
-    found, missing = demand.given(None, 200, None, None, {})
-    assert found is None and missing == "--prompt-tokens, --concurrency or --rate are not known"
+    found, missing = demand.resolve(None, 200, None, None, {})
+    assert found is None and missing == "--prompt-tokens, --concurrency or --rate are missing"
     with pytest.raises(ConfigError, match="--rate must be above 0, got -1"):
-        demand.given(1, 1, None, -1, {})
+        demand.resolve(1, 1, None, -1, {})

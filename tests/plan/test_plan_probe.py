@@ -19,7 +19,7 @@ from outrider.loading import load_drafter
 from outrider.measure import timing
 from outrider.plan import subject
 from outrider.plan.measured import probe, probed, timings
-from outrider.plan.measured.probe import CachedRecords, Drafts, Read, Replayed
+from outrider.plan.measured.probe import CachedRecords, Drafts, Encoded, Replayed
 from outrider.plan.measured.sample import MOST_NEW, Question, draw
 from outrider.plan.schema import Plan
 from outrider.policies.fixed import Fixed
@@ -92,8 +92,8 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "times"
 
 
-def read(number: int, sampling: Sampling | None = None, tokens: int = 12) -> Read:
-    return Read(Question(number, "chat", "x", tokens, sampling or Sampling()), [65, 66, 67, 65, 66])
+def read(number: int, sampling: Sampling | None = None, tokens: int = 12) -> Encoded:
+    return Encoded(Question(number, "chat", "x", tokens, sampling or Sampling()), [65, 66, 67, 65, 66])
 
 
 def test_what_was_replayed_is_not_replayed_again(talker: Target, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_what_was_replayed_is_not_replayed_again(talker: Target, cache: Path, mo
 def test_counts_are_those_of_the_steps(talker: Target, cache: Path) -> None:
     """Catches a bonus token that is left out, and more drafted tokens than the plan looks at."""
     name = "recycle"
-    own = [Read(Question(0, "chat", "x", 40, Sampling()), list(b"abcabcabc"))]
+    own = [Encoded(Question(0, "chat", "x", 40, Sampling()), list(b"abcabcabc"))]
     (found,) = probe.replay(
         talker, {name: load_drafter(name, talker)}, own, CachedRecords(talker, {name: subject.method(name)})
     )
@@ -193,7 +193,7 @@ def test_a_node_of_a_branch_that_is_not_drafted_is_not_accepted() -> None:
 def test_a_replay_knows_the_steps_of_every_depth(name: str, talker: Target) -> None:
     """Catches counts of drafts made at other tokens than decoding makes them at, and the first ones of a large draft in
     place of the likeliest that a small one holds.  Greedy, so they are the same."""
-    own = Read(Question(0, "chat", "x", 24, Sampling()), list(b"abcabcabc"))
+    own = Encoded(Question(0, "chat", "x", 24, Sampling()), list(b"abcabcabc"))
     found = probe.replay_one(talker, name, load_drafter(name, talker), own)
     assert len(found.drafts) == (1 if name == "ngram" else len(probe.DEPTHS))
     request, drafter = Request(own.tokens, 24, Sampling()), load_drafter(name, talker)
@@ -204,7 +204,7 @@ def test_a_replay_knows_the_steps_of_every_depth(name: str, talker: Target) -> N
 
 def test_drafts_that_are_said_to_be_nested_and_are_not_are_seen(talker: Target) -> None:
     """Catches a drafter that does not say that its small drafts are other ones than its large."""
-    own = Read(Question(0, "chat", "x", 24, Sampling()), list(b"abcabcabc"))
+    own = Encoded(Question(0, "chat", "x", 24, Sampling()), list(b"abcabcabc"))
     silent, honest = load_drafter("recycle", talker), load_drafter("recycle", talker)
     silent.nested = True
     assert probe.replay_one(talker, "recycle", silent, own) == probe.replay_one(talker, "recycle", honest, own)
@@ -219,7 +219,7 @@ def test_what_is_decoded_at_every_depth_is_said_to_take_longer(talker: Target) -
 def test_requests_whose_answer_loops_are_left_out() -> None:
     """Catches a target that repeats itself and makes every lookup look good."""
     looped = record(16, "chat", [7] * 9, loops=True)
-    assert probed.counted([*RECORDS, looped, record(16, "chat", [0])]) == (RECORDS, 1)
+    assert probed.without_loops([*RECORDS, looped, record(16, "chat", [0])]) == (RECORDS, 1)
 
 
 def planned(path: Path, *words: str) -> Plan:
@@ -232,7 +232,7 @@ def test_a_plan_says_what_it_measured_on_the_log(folder: Path, tmp_path: Path, c
     log = questions(tmp_path / "log.jsonl", 9)
     words = ("--target", str(folder), "--log", str(log), "--probe", "7", "--method", "ngram", "--method", "eagle3")
     found = planned(tmp_path / "plan.json", *words, "--hardware", "l4")
-    assert found.probe is not None and found.probe.calls == 9 and found.probe.wanted == 7
+    assert found.probe is not None and found.probe.calls == 9 and found.probe.num_requests == 7
     loops = found.probe.left_out.get("the answer loops", 0)
     assert found.probe.requests == 7 - loops and {row.method for row in found.probe.rows} == {"ngram"}
     assert found.probe.categories == {"code": 3, "math": 3, "chat": 3}
@@ -263,7 +263,7 @@ def test_a_probe_that_would_take_long_is_cut_short_unless_it_was_asked_for(
 
 def test_a_target_is_not_loaded_unasked_where_it_would_fill_the_memory(folder, monkeypatch) -> None:
     """Catches a plan that takes the memory of a laptop because a log was named."""
-    model = subject.subject(str(folder), ["ngram"]).model
+    model = subject.load_subject(str(folder), ["ngram"]).model
     assert probe.missing(str(folder), model) is None
     monkeypatch.setattr(machine, "free_memory", lambda: 4 * model.parameters)
     if not torch.cuda.is_available():
@@ -282,9 +282,9 @@ def test_what_can_t_be_probed_is_said_and_the_plan_goes_on(folder: Path, tmp_pat
     assert str(found.probe.because).startswith(f"no weights of {bare} are on this machine")
     assert found.acceptance["ngram"].startswith("published: ") and "recycle" not in found.acceptance
     asked = planned(tmp_path / "plan.json", *words, "--probe", "3").probe
-    assert asked is not None and asked.because == f"{bare} has a config and no weights"
+    assert asked is not None and asked.because == f"{bare} has a config but no weights"
     hidden = tmp_path / "hidden.jsonl"
     traces.write(hidden, traces.read(log).calls(), redact=True)
     none = planned(tmp_path / "plan.json", "--log", str(hidden), "--hardware", "l4", "--target", str(folder)).probe
     assert none is not None and none.because is not None
-    assert "no request in the log has a text (5 lengths or hashes, no text)" in none.because
+    assert "no request in the log has text (5 lengths or hashes, no text)" in none.because

@@ -74,7 +74,7 @@ def test_a_prompt_takes_longer_the_longer_it_is_and_none_takes_nothing() -> None
 
 def test_nonsense_hardware_is_refused_with_what_there_is() -> None:
     """Catches a planner that takes the nearest name for the one that was given."""
-    with pytest.raises(ConfigError, match="hardware 'h101' is not in the table; did you mean 'h100'"):
+    with pytest.raises(ConfigError, match="unknown hardware 'h101'; did you mean 'h100'"):
         hardware.place("h101")
     with pytest.raises(ConfigError, match="known: a100"):
         hardware.find("abacus 9000 with beads")

@@ -65,7 +65,7 @@ def test_a_later_confidence_never_moves_a_cut_whatever_was_learnt():
 def test_confidences_that_are_none_do_not_last():
     """Catches a NaN, an infinite or a negative confidence that is remembered, and turns every later choice."""
     policy = Auto(3, PassSeconds.by_tokens({1: 1.0, 2: 0.9, 4: 0.8}))
-    policy.costs.todo(1).clear()
+    policy.costs.untried(1).clear()
     state = state_of(1)
     for step in range(60):
         budget = policy.budget(state)
@@ -80,7 +80,7 @@ def test_confidences_that_are_none_do_not_last():
 def settled(limit: int = LIMIT, rates: PassSeconds | None = JAGGED, live: int = 1) -> Auto:
     """A policy without first tries."""
     policy = Auto(limit, rates)
-    policy.costs.todo(live).clear()
+    policy.costs.untried(live).clear()
     return policy
 
 
@@ -164,7 +164,7 @@ def test_drafting_resumes_in_the_step_in_which_the_batch_empties():
     """Catches a policy that must try again what its table says: sixteen slots do not pay, one does."""
     clock = PARALLEL["dear rows"]()
     world, policy = Confident(16, clock, 0.4), Auto(LIMIT, table(clock))
-    policy.costs.todo(1).clear()
+    policy.costs.untried(1).clear()
     world.play(policy, 400)
     assert sum(max(budget) > 0 for budget in world.budgets[-100:]) < 30
     for row in range(1, 16):

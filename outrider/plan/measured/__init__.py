@@ -1,1 +1,1 @@
-"""Costs and acceptance as measured: on this machine, and on the user's own requests."""
+"""Measured costs and acceptance: on this machine, and on the user's requests."""

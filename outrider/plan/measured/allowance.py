@@ -1,4 +1,4 @@
-"""What measuring may take: seconds in all, and bytes at once.  What does not fit is left out and named."""
+"""Limits of measuring: total seconds and bytes of memory.  Whatever does not fit is left out and reported."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 SHARE = 0.5
-"""Of the free memory, what measuring takes at most."""
+"""Most of the free memory that measuring may use."""
 WITHIN = 0.9
-"""Of the seconds left, what something that is begun may be expected to take."""
+"""Most of the remaining time that a measurement may be expected to take when it starts."""
 
 
 @dataclass
 class Allowance:
-    """Seconds and bytes, and what became of them."""
+    """Limits, and what was left out because of them."""
 
     most_s: float = math.inf
     most_bytes: float = math.inf
     clock: Callable[[], float] = perf_counter
     left_out: list[str] = field(default_factory=list)
-    """In words."""
+    """Sentences about what was left out."""
     slower: float = 1.0
-    """Seconds taken over those expected, lately."""
+    """Actual / expected seconds of the last measurement."""
 
     def __post_init__(self) -> None:
         self.began = self.clock()
@@ -33,29 +33,31 @@ class Allowance:
         return self.began + self.most_s - self.clock()
 
     def lacks(self, seconds: float, size: float, share: float = 1.0) -> str:
-        """What is missing for something that is expected to take so long, and so many bytes; "" for nothing.
+        """Why a measurement of this many seconds and bytes does not fit; "" if it fits.
 
-        share: of the seconds left, what it may have."""
+        share: which share of the remaining time it may use."""
         if size > self.most_bytes:
-            return f"it takes {size / 1e9:.2g} GB, and {self.most_bytes / 1e9:.2g} GB are half of what is free"
+            return (
+                f"it needs {size / 1e9:.2g} GB, and {self.most_bytes / 1e9:.2g} GB are allowed, half of the free memory"
+            )
         seconds *= self.slower
         if seconds > WITHIN * share * self.left_s:
             return f"it takes about {seconds:.0f} s, and {max(0.0, share * self.left_s):.0f} s are left for it"
         return ""
 
     def says(self) -> str:
-        """What is allowed, behind what is expected."""
+        """The limits, as the end of a sentence about the expected cost."""
         limits = [f"{self.most_s:.0f} s"] * math.isfinite(self.most_s)
         limits += [f"{self.most_bytes / 1e9:.2g} GB"] * math.isfinite(self.most_bytes)
-        return f"; it may take {' and '.join(limits)}" if limits else ""
+        return f"; the limit is {' and '.join(limits)}" if limits else ""
 
     def leave_out(self, what: str, why: str) -> str:
-        """Note it, in a sentence that is returned."""
+        """Record that something was left out; returns the sentence."""
         self.left_out.append(f"{what} were not timed: {why}")
         return self.left_out[-1]
 
     def spend(self, expected_s: float, work: Callable[[], None]) -> None:
-        """Do it, and learn from how long it takes."""
+        """Do the work, and update `slower` from its duration."""
         began = self.clock()
         work()
         self.slower = max(0.2, (self.clock() - began) / max(expected_s, 1e-9))

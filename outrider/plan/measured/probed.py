@@ -1,11 +1,11 @@
-"""What a probe says: acceptance by method and category, each figure with an interval over requests.  No torch."""
+"""Results of a probe: acceptance by method and category, with intervals over requests.  No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from outrider.plan.acceptance import Acceptance
-from outrider.plan.measured.probe import NODES, SEED, Replayed, wanted
+from outrider.plan.measured.probe import NODES, SEED, Replayed, num_requests
 from outrider.plan.measured.sample import MOST_NEW, Sample
 from outrider.plan.schema import Probed, ProbedRow
 from outrider.report import bootstrap
@@ -13,32 +13,32 @@ from outrider.report.parts import Range
 from outrider.traffic.logs.categories import CATEGORIES
 
 ALL = "all"
-"""In place of a category."""
+"""The category of rows over all requests."""
 
 
-def counted(records: Iterable[Replayed]) -> tuple[list[Replayed], int]:
-    """The records of requests no answer to which loops, and how many requests were left out."""
+def without_loops(records: Iterable[Replayed]) -> tuple[list[Replayed], int]:
+    """The records of requests of which no answer loops, and the number of requests left out."""
     records = list(records)
     loops = {record.number for record in records if record.loops}
     return [record for record in records if record.number not in loops], len(loops)
 
 
 def rows(records: Sequence[Replayed]) -> list[ProbedRow]:
-    """A row of each method over all requests, and one for each category that was there."""
-    found = []
+    """One row per method over all requests, and one per method and category."""
+    rows = []
     for method in dict.fromkeys(record.method for record in records):
-        own = [record for record in records if record.method == method]
-        found.append(_row(method, ALL, own))
-        by_category = {name: [record for record in own if record.category == name] for name in CATEGORIES}
-        found += [_row(method, name, some) for name, some in by_category.items() if some]
-    return found
+        of_method = [record for record in records if record.method == method]
+        rows.append(_row(method, ALL, of_method))
+        by_category = {name: [record for record in of_method if record.category == name] for name in CATEGORIES}
+        rows += [_row(method, name, of_category) for name, of_category in by_category.items() if of_category]
+    return rows
 
 
 def _row(method: str, category: str, records: Sequence[Replayed], depth: int = NODES) -> ProbedRow:
-    """What decoding with drafts of at most `depth` tokens accepts."""
+    """Acceptance when decoding with drafts of at most `depth` tokens."""
     texts = [(record.tokens, record.steps(depth).accepted) for record in records]
     steps = [len(accepted) for _, accepted in texts]
-    reaching = lambda wanted: [sum(count >= wanted for count in accepted) for _, accepted in texts]
+    reaching = lambda depth_reached: [sum(count >= depth_reached for count in accepted) for _, accepted in texts]
     return ProbedRow(
         method=method, category=category, requests=len(records), steps=sum(steps),
         tokens=sum(tokens for tokens, _ in texts), tokens_per_step=_over([tokens for tokens, _ in texts], steps),
@@ -47,14 +47,14 @@ def _row(method: str, category: str, records: Sequence[Replayed], depth: int = N
 
 
 def _over(amounts: Sequence[float], steps: Sequence[int]) -> Range:
-    """An amount over the steps, request by request; without an interval where they are too few."""
+    """Ratio of amounts to steps over requests; without an interval if these are too few."""
     if len(steps) < bootstrap.MIN_PROMPTS:
         return Range(center=sum(amounts) / sum(steps))
     return Range(**bootstrap.ratio_of_totals(amounts, steps)._asdict())
 
 
 def acceptance(records: Sequence[Replayed], source: str) -> Acceptance | None:
-    """A method's acceptance over all its requests, which a plan can rest on; None where they are too few."""
+    """A method's acceptance over all its requests; None if these are too few."""
     if len(records) < bootstrap.MIN_PROMPTS:
         return None
     shallower = tuple(_at(records, source, depth) for depth in range(1, NODES))
@@ -62,9 +62,9 @@ def acceptance(records: Sequence[Replayed], source: str) -> Acceptance | None:
 
 
 def _at(records: Sequence[Replayed], source: str, depth: int) -> Acceptance:
-    """The acceptance of drafts of at most so many tokens."""
+    """The acceptance of drafts of at most `depth` tokens."""
     whole = _row(records[0].method, ALL, records, depth)
-    center = tuple(own.center or 0.0 for own in whole.survival)
+    center = tuple(share.center or 0.0 for share in whole.survival)
     nodes = [drafted for record in records for drafted in record.steps(depth).nodes]
     offered = tuple(sum(drafted > k for drafted in nodes) / len(nodes) for k in range(depth))
     tokens, mean = whole.tokens_per_step, sum(center)
@@ -73,20 +73,23 @@ def _at(records: Sequence[Replayed], source: str, depth: int) -> Acceptance:
     return Acceptance(low, center, high, "probe", source, offered)
 
 
-def found(
-    sample: Sample, asked: int | None, records: Sequence[Replayed], left_out: Mapping[str, int], because: str | None
+def summary(
+    sample: Sample, requested: int | None, records: Sequence[Replayed], left_out: Mapping[str, int], because: str | None
 ) -> Probed:
-    """What was replayed, and what of the log was not.  because: why none or fewer than wanted were."""
+    """The probe as a part of the plan.  because: why none or fewer than wanted were replayed."""
     return Probed(
-        requests=len({record.number for record in records}), wanted=wanted(asked), because=because, calls=sample.calls,
+        requests=len({record.number for record in records}), wanted=num_requests(requested), because=because,
+        calls=sample.calls,
         categories=dict(sample.categories), rows=tuple(rows(records)), seed=SEED, new_tokens=MOST_NEW,
         left_out=dict(sample.left_out) | {reason: count for reason, count in left_out.items() if count},
     )  # fmt: skip
 
 
-def known(records: Sequence[Replayed], requests: int, texts: int) -> dict[str, Acceptance]:
-    """Acceptance by method, of those that a plan can rest on.  texts: requests of the log that could be replayed."""
+def acceptances(records: Sequence[Replayed], requests: int, texts: int) -> dict[str, Acceptance]:
+    """Acceptance by method, for those with enough requests.  texts: requests of the log that can be replayed."""
     source = f"measured on {requests} of your {texts} requests"
-    by_method = {name: [one for one in records if one.method == name] for name in {one.method for one in records}}
-    every = {name: acceptance(some, source) for name, some in by_method.items()}
-    return {name: each for name, each in every.items() if each is not None}
+    by_method = {
+        name: [record for record in records if record.method == name] for name in {record.method for record in records}
+    }
+    by_name = {name: acceptance(of_method, source) for name, of_method in by_method.items()}
+    return {name: each for name, each in by_name.items() if each is not None}

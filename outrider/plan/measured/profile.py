@@ -1,8 +1,8 @@
-"""What a plain step waits for on a GPU: kernels that are not there (launch), bytes (memory) or products (compute).
+"""What a plain step on a GPU waits for: kernel launches, memory or compute.
 
-A monitor's utilisation is the share of time in which some kernel ran; it is near one where a step waits for memory,
-where drafts are nearly free, and where it computes, where they are not.  So the bytes and products of a step are set
-beside what a copy and a large product reach on the same device.
+A monitor's utilisation is the share of time in which a kernel ran.  It is near one both in steps bound by memory, where
+drafts are nearly free, and in steps bound by compute, where they are not.  So the bytes and operations of a step are
+compared with the speeds of a copy and a large product on the same device.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from outrider.sampling.settings import Sampling
 from outrider.targets.hf.transformers import TransformersTarget
 
 STEPS, WARM = 12, 4
-"""Profiled steps, and those before them."""
+"""Profiled steps; warm-up steps."""
 COPIED, WIDTH = 2**28, 8192
-"""Bytes of the copy, and sides of the product, by which the device's speed is measured."""
+"""Bytes of the copy and size of the product that measure the device's speed."""
 ROUNDS = 5
 
 
 def profile(target: TransformersTarget, model: Anatomy, slots: int, context: int) -> Profile | None:
-    """A short profile of plain steps; None where there is no device but the CPU."""
+    """A short profile of plain steps; None on a CPU."""
     if target.device.type != "cuda":
         return None
     busy_s, step_s = _steps(target, slots, context)
@@ -47,12 +47,12 @@ def profile(target: TransformersTarget, model: Anatomy, slots: int, context: int
 
 
 def bound(launch: float, memory: float, compute: float) -> str:
-    """The largest share of a step."""
+    """The name of the largest share."""
     return max((launch, "launch"), (memory, "memory"), (compute, "compute"))[1]
 
 
 def busy_seconds(spans: Iterable[tuple[float, float]]) -> float:
-    """Time covered by at least one of these spans, each (begin, end) in microseconds."""
+    """Seconds covered by at least one of these spans, each (begin, end) in microseconds."""
     covered, until = 0.0, float("-inf")
     for begin, end in sorted(spans):
         covered += max(0.0, end - max(begin, until))
@@ -61,7 +61,7 @@ def busy_seconds(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _steps(target: TransformersTarget, slots: int, context: int) -> tuple[float, float]:
-    """Seconds of a step in which a kernel ran, and seconds of a step, the latter without the profiler."""
+    """Seconds of a step in which a kernel ran, and seconds of a whole step without the profiler."""
     times = _run(target, slots, context)
     next(times)
     step_s = median(next(times) for _ in range(STEPS))
@@ -77,7 +77,7 @@ def _steps(target: TransformersTarget, slots: int, context: int) -> tuple[float,
 
 
 def _run(target: TransformersTarget, slots: int, context: int) -> Iterator[float]:
-    """Seconds of one plain step after the other."""
+    """Seconds of successive plain steps."""
     room = 2 * STEPS + WARM + 2
     length = max(2, min(context, target.spec.context - room - 2))
     noise = torch.Generator().manual_seed(slots)
@@ -95,7 +95,7 @@ def _run(target: TransformersTarget, slots: int, context: int) -> Iterator[float
 
 
 def _speeds(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes a second of a copy, read and written, and operations a second of a large product."""
+    """Bytes per second of a copy, read and written, and operations per second of a large product."""
     source = torch.empty(COPIED, dtype=torch.uint8, device=device)
     target, matrix = torch.empty_like(source), torch.randn(WIDTH, WIDTH, device=device).to(dtype)
     copy_s = _seconds(lambda: target.copy_(source), device)
@@ -104,12 +104,12 @@ def _speeds(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The least of some rounds, the first of which warms up."""
-    found = []
+    """The shortest of several rounds after a warm-up."""
+    seconds = []
     for _ in range(ROUNDS + 1):
         torch.cuda.synchronize(device)
         began = perf_counter()
         work()
         torch.cuda.synchronize(device)
-        found.append(perf_counter() - began)
-    return min(found[1:])
+        seconds.append(perf_counter() - began)
+    return min(seconds[1:])

@@ -1,7 +1,7 @@
-"""What passes, drafts and the loop take on this machine: timed once, kept by machine and target, used again.
+"""Times of passes, drafts and the loop on this machine, measured once and stored.
 
-Kept in `$OUTRIDER_CACHE/plan`, one file for each machine, versions and target; what is there is not timed again, and
-what is new is added.  As with all times of this machine, those taken while other programs were busy are not kept.
+Stored in `$OUTRIDER_CACHE/plan`, one file per machine, versions and target.  Stored sizes are not timed again, and new
+ones are added.  Times measured while other programs are busy are used but not stored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import DecodeState, Request, Timing
 from outrider.drafters import find, kinds
-from outrider.generation import batch, kept_costs, serve
+from outrider.generation import batch, serve, stored_costs
 from outrider.loading import describe, load_drafter
 from outrider.machine import measurements
 from outrider.measure.fingerprint import fingerprint
@@ -42,28 +42,28 @@ from outrider.targets.protocol import Target
 log = logging.getLogger(__name__)
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-"""Rows of each text in the timed passes."""
+"""Rows per text in the timed passes."""
 MOST_ROWS = 1024
-"""Of all texts together."""
+"""Most rows of a timed pass, over all texts."""
 ALONE = 32
-"""Tokens of a prompt that are read in about the time of a pass over one."""
+"""Prompt tokens that are read in about the time of a pass over one token."""
 FEWER = 4
-"""How many times fewer texts at once are timed where so many don't fit."""
+"""A batch that does not fit is divided by this."""
 PASSES = 6
-"""Times that each size of pass runs, the first to warm up."""
+"""Runs of each size of pass, including a warm-up."""
 STEPS, SKIPPED = 5, 1
-"""Timed steps of each depth in a round, and steps before them that warm up."""
+"""Timed steps of each depth per round; warm-up steps."""
 ROUNDS = 3
-"""Times that everything is timed in turn, so that other load slows all of it; fewer where there is no time for them."""
+"""Rounds over everything, so that load from other programs slows all sizes alike; fewer if time is short."""
 SPREAD = 0.25
-"""Standard deviation of the lengths of a batch's texts, over their mean, as served ones differ that began at other
-times: equal ones are read faster."""
+"""Standard deviation / mean of the lengths of a batch's texts.  Served texts have unequal lengths, and equal lengths
+are faster."""
 CHAINS = "random chains"
-"""The drafter whose steps tell what a verification takes, whoever drafts."""
+"""The drafter whose steps measure verification, independent of the method."""
 GRAIN = 32
-"""Contexts are rounded to it, so that plans for similar traffic share times."""
+"""Contexts are rounded to multiples of this, so that plans for similar traffic share times."""
 SLOW_S = 5.0
-"""Seconds after which a prompt is not read again."""
+"""Total seconds after which reading a prompt is not repeated."""
 
 
 class Cell(NamedTuple):
@@ -73,17 +73,17 @@ class Cell(NamedTuple):
     verify_s: float
     other_s: float
     drafted: float = 0.0
-    """Nodes of every such draft; 0 where steps differ, as those of drafters do that look texts up."""
+    """Nodes per draft if all drafts have the same size; else 0, as for lookups."""
     spread: float = 0.0
-    """Half of the range of the middle half of the steps' seconds, over their median."""
+    """Half of the interquartile range of the steps' seconds / their median."""
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return self.draft_s + self.verify_s + self.other_s
 
     def scaled(self, by: float) -> Cell:
-        """As if the machine's pace were another."""
+        """With all seconds multiplied by `by`."""
         return self._replace(draft_s=by * self.draft_s, verify_s=by * self.verify_s, other_s=by * self.other_s)
 
 
@@ -95,18 +95,18 @@ class Timings:
     """The times of one target on one machine."""
 
     passes: dict[Key, float] = field(default_factory=dict)
-    """By slots, rows of each, context."""
+    """Seconds by slots, rows per slot, context."""
     plain: dict[Key, Cell] = field(default_factory=dict)
-    """By slots, 0, context."""
+    """By (slots, 0, context)."""
     drafts: dict[str, dict[Key, Cell]] = field(default_factory=dict)
-    """By drafter, then by slots, depth, context."""
+    """By identity of the drafter, then by (slots, depth, context)."""
     prompt_s: float = 0.0
-    """Of the target for a token of a prompt."""
+    """Seconds of the target per prompt token."""
     prompts: dict[str, float] = field(default_factory=dict)
-    """The same of each drafter, beside the target's."""
+    """By identity of the drafter: its additional seconds per prompt token."""
 
-    def known(self, drafter: str, context: int) -> RunnerSeconds:
-        """What a policy needs of steps of this drafter, by its identity."""
+    def runner_seconds(self, drafter: str, context: int) -> RunnerSeconds:
+        """Times of this drafter's steps (by its identity) in the form that policies use."""
         steps = [(key, cell) for key, cell in (self.plain | self.drafts[CHAINS]).items() if key[2] == context]
         drafts = [(key, cell) for key, cell in self.drafts[drafter].items() if key[2] == context]
         return RunnerSeconds(
@@ -115,55 +115,55 @@ class Timings:
         )
 
 
-def nearest(value: float, known: set[int] | Sequence[int]) -> int:
-    return min(known, key=lambda other: (abs(other - value), other))
+def nearest(value: float, values: set[int] | Sequence[int]) -> int:
+    return min(values, key=lambda other: (abs(other - value), other))
 
 
 def rounded(context: float, most: int) -> int:
-    """A context as it is timed."""
+    """A context rounded to a size that is timed."""
     return max(1, min(GRAIN * max(1, round(context / GRAIN)), most - max(ROWS) - 1))
 
 
-# ── kept ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── storage ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def folder() -> Path:
-    """Where times are."""
+    """Folder of the stored times."""
     return cache.folder() / "plan"
 
 
 def place(target: Target) -> Path:
-    """The file of this target's times on this machine."""
+    """File of this target's times on this machine."""
     spec = target.spec
     about = [machine.identity(), fingerprint(target), spec.name, spec.weights_hash, spec.layers, spec.hidden]
     return folder() / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
 
 
-def cached(target: Target) -> Timings:
-    """What was timed before; nothing where there is no file, or a damaged one."""
+def load_timings(target: Target) -> Timings:
+    """The stored times; empty if the file is missing or damaged."""
     try:
-        found = json.loads(place(target).read_text(encoding="utf-8"))
+        content = json.loads(place(target).read_text(encoding="utf-8"))
         cells = lambda rows: {tuple(key): Cell(*values) for key, values in rows}
         return Timings(
-            {tuple(key): float(seconds) for key, seconds in found["passes"]}, cells(found["plain"]),
-            {name: cells(rows) for name, rows in found["drafts"].items()},
-            float(found["prompt_s"]), {name: float(each) for name, each in found["prompts"].items()},
+            {tuple(key): float(seconds) for key, seconds in content["passes"]}, cells(content["plain"]),
+            {name: cells(rows) for name, rows in content["drafts"].items()},
+            float(content["prompt_s"]), {name: float(each) for name, each in content["prompts"].items()},
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return Timings()
 
 
-def keep(target: Target, found: Timings) -> Path | None:
-    """Write the times; None where they may be wrong, since other programs were busy, or can't be written."""
+def save_timings(target: Target, times: Timings) -> Path | None:
+    """Store the times; None if the machine is busy, so that they may be wrong, or if the folder is not writable."""
     if measurements.is_busy():
-        log.info("other programs are busy: these times are used now, and the next plan measures again")
+        log.info("other programs are busy: these times are not stored, and the next plan measures again")
         return None
     rows = lambda cells: [[list(key), list(cell)] for key, cell in cells.items()]
     content = {
         "target": target.spec.name, "fingerprint": fingerprint(target),
-        "passes": [[list(key), seconds] for key, seconds in found.passes.items()], "plain": rows(found.plain),
-        "drafts": {name: rows(cells) for name, cells in found.drafts.items()},
-        "prompt_s": found.prompt_s, "prompts": found.prompts,
+        "passes": [[list(key), seconds] for key, seconds in times.passes.items()], "plain": rows(times.plain),
+        "drafts": {name: rows(cells) for name, cells in times.drafts.items()},
+        "prompt_s": times.prompt_s, "prompts": times.prompts,
     }  # fmt: skip
     with suppress(OSError), cache.keeping(place(target)) as part:
         part.write_text(json.dumps(content), encoding="utf-8")
@@ -172,7 +172,7 @@ def keep(target: Target, found: Timings) -> Path | None:
 
 
 def identity_of(name: str) -> str:
-    """What a drafter's times depend on: its kind and settings, whatever it learnt."""
+    """What a drafter's times depend on: its kind and settings, but not its weights."""
     if name in kinds():
         kind, settings = name, find(name).Config().model_dump(mode="json")
     else:
@@ -181,76 +181,78 @@ def identity_of(name: str) -> str:
     return f"{kind} {hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]}"
 
 
-# ── timed ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── measuring ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is not timed yet of one number of texts at once, and what timing it takes."""
+    """What is still to be timed for one batch size, and its expected cost."""
 
     slots: int
     names: Sequence[str]
-    """Drafters whose steps are missing."""
+    """Drafters whose steps are still to be timed."""
     sizes: Sequence[tuple[int, int]]
-    """Passes that are missing: slots, rows of each."""
+    """Passes still to be timed: (slots, rows per slot)."""
     depths: Sequence[int]
     context: int
 
     def seconds(self, token_s: float, rounds: int) -> float:
-        """Expected, by what a token of a prompt takes."""
+        """Expected seconds, given those of a prompt token."""
         steps = (STEPS + SKIPPED) * sum(2 + depth + 2 * ALONE / self.slots for depth in self.depths)
         drafted = 2 * rounds * len(self.names) * self.slots * (self.context + steps)
         passes = PASSES * sum(max(ALONE, slots * rows) for slots, rows in self.sizes)
         return token_s * (drafted + passes + self.slots * self.context * bool(self.sizes))
 
     def bytes(self, token_bytes: float, vocabulary: int) -> float:
-        """Of caches, which are there twice while they grow, and of a pass's logits."""
+        """Bytes of caches, which exist twice while they grow, and of a pass's logits."""
         longest = (1 + 3 * SPREAD) * self.context + (STEPS + SKIPPED) * sum(1 + depth for depth in self.depths)
         rows = max(self.slots * (1 + max(self.depths)), *(slots * each for slots, each in self.sizes), 0)
         return 2 * self.slots * longest * token_bytes + 8 * rows * vocabulary
 
 
 def measure(
-    target: Target, names: Sequence[str], batches: Sequence[int], depths: Sequence[int], context: int, found: Timings,
+    target: Target, names: Sequence[str], batches: Sequence[int], depths: Sequence[int], context: int, times: Timings,
     load: Callable[[str], Drafter] | None = None, say: Callable[[str], None] = lambda line: None,
-    allowed: Allowance | None = None,
+    allowance: Allowance | None = None,
 ) -> Timings:  # fmt: skip
-    """Add to `found` what is not in it: passes, plain steps, and steps of each drafter at each depth.
+    """Add missing passes, plain steps, and steps of each drafter at each depth to `times`.
 
-    load: how a drafter is made of its name.  allowed: what this may take; in place of a batch that does not fit a
-    smaller one is timed, if any, which is said; the smallest that was asked for always is.
+    load: makes a drafter from its name.  allowance: limits; a batch that does not fit is replaced by a smaller one or
+    left out, which is reported; the smallest requested batch is always timed.
     """
-    load, allowed = load or functools.partial(load_drafter, target=target), allowed or Allowance()
-    found.prompt_s = found.prompt_s or _prompt_seconds(target, context)
+    load, allowance = load or functools.partial(load_drafter, target=target), allowance or Allowance()
+    times.prompt_s = times.prompt_s or _prompt_seconds(target, context)
     keys = {CHAINS: CHAINS} | {name: identity_of(name) for name in names}
-    missing = lambda slots: _missing(found, keys, slots, depths, context)
+    work_for = lambda slots: _missing(times, keys, slots, depths, context)
     size_of = lambda work: work.bytes(token_bytes(target), target.spec.vocabulary)
-    lacking = lambda share, work, rounds: allowed.lacks(work.seconds(found.prompt_s, rounds), size_of(work), share)
-    wanted, largest = [missing(slots) for slots in sorted(batches)], 0
-    if seconds := sum(work.seconds(found.prompt_s, ROUNDS) for work in wanted):
-        say(f"all of it takes about {seconds:.0f} s and {max(map(size_of, wanted)) / 1e9:.2g} GB{allowed.says()}")
-    for left, whole in zip(range(len(wanted), 0, -1), wanted, strict=True):
+    lacking = lambda share, work, rounds: allowance.lacks(work.seconds(times.prompt_s, rounds), size_of(work), share)
+    work_by_batch, largest = [work_for(slots) for slots in sorted(batches)], 0
+    if seconds := sum(work.seconds(times.prompt_s, ROUNDS) for work in work_by_batch):
+        say(
+            f"measuring takes about {seconds:.0f} s and {max(map(size_of, work_by_batch)) / 1e9:.2g} GB"
+            f"{allowance.says()}"
+        )
+    for left, requested in zip(range(len(work_by_batch), 0, -1), work_by_batch, strict=True):
         lacks = functools.partial(lacking, 1 / left)
-        why = lacks(whole, 1)
-        fits = _affordable(whole.slots, largest, missing, lacks)
-        work, rounds = fits or (whole, 0 if largest else 1)
-        if not rounds or work.slots < whole.slots:
-            say(allowed.leave_out(f"{whole.slots} texts at once", why))
+        why = lacks(requested, 1)
+        fits = _affordable(requested.slots, largest, work_for, lacks)
+        work, rounds = fits or (requested, 0 if largest else 1)
+        if not rounds or work.slots < requested.slots:
+            say(allowance.leave_out(f"{requested.slots} texts at once", why))
         if rounds:
             largest = work.slots
-            if expected := work.seconds(found.prompt_s, rounds):
+            if expected := work.seconds(times.prompt_s, rounds):
                 names = ["plain", *work.names] if work.names else []
                 say(f"timing {work.slots} at once: {', '.join([*names, f'{len(work.sizes)} sizes of pass'])}")
-                allowed.spend(expected, functools.partial(_time, found, target, work, keys, load, rounds))
-    return found
+                allowance.spend(expected, functools.partial(_time, times, target, work, keys, load, rounds))
+    return times
 
 
 def _affordable(
     slots: int, above: int, missing: Callable[[int], Work], lacks: Callable[[Work, int], str]
 ) -> tuple[Work, int] | None:
-    """Work for so many texts at once, or a quarter of them and so on, but more than `above`, and in how many rounds.
-
-    None where nothing fits."""
+    """Work for this batch size, or a quarter of it and so on, but above `above`, and the number of rounds; None if
+    nothing fits."""
     while slots > above:
         work = missing(slots)
         rounds = next((rounds for rounds in range(ROUNDS, 0, -1) if not lacks(work, rounds)), 0)
@@ -261,32 +263,32 @@ def _affordable(
 
 
 def _missing(
-    found: Timings, keys: Mapping[str, str], slots: int, depths: Sequence[int], context: int
+    times: Timings, keys: Mapping[str, str], slots: int, depths: Sequence[int], context: int
 ) -> Work:  # fmt: skip
-    known = lambda name: all((slots, depth, context) in found.drafts.get(keys[name], {}) for depth in depths)
+    is_timed = lambda name: all((slots, depth, context) in times.drafts.get(keys[name], {}) for depth in depths)
     sizes = [(slots, rows) for rows in ROWS if slots * rows <= max(MOST_ROWS, slots)]
-    sizes = [size for size in sizes if (*size, context) not in found.passes]
-    return Work(slots, [name for name in keys if not known(name)], sizes, depths, context)
+    sizes = [size for size in sizes if (*size, context) not in times.passes]
+    return Work(slots, [name for name in keys if not is_timed(name)], sizes, depths, context)
 
 
 def _time(
-    found: Timings, target: Target, work: Work, keys: Mapping[str, str], load: Callable[[str], Drafter], rounds: int
+    times: Timings, target: Target, work: Work, keys: Mapping[str, str], load: Callable[[str], Drafter], rounds: int
 ) -> None:  # fmt: skip
     if work.sizes:
-        taken = timed(target, Drafter(), work.sizes, context=work.context, repeats=PASSES - 1, most_s=15.0)
-        found.passes |= {(*size, work.context): seconds for size, seconds in taken.items()}
+        pass_seconds = timed(target, Drafter(), work.sizes, context=work.context, repeats=PASSES - 1, most_s=15.0)
+        times.passes |= {(*size, work.context): seconds for size, seconds in pass_seconds.items()}
     if work.names:
         chains = RandomChains(target.spec.vocabulary, max(work.depths))
         drafters = {keys[name]: chains if name == CHAINS else load(name) for name in work.names}
-        _add(found, target, drafters, work.slots, work.depths, work.context, rounds)
+        _add(times, target, drafters, work.slots, work.depths, work.context, rounds)
         for key, drafter in drafters.items():
             if key != CHAINS:
-                kept = kept_costs(target, drafter)
-                kept.write(kept.read() | {"plain": found.known(key, work.context)})
+                costs = stored_costs(target, drafter)
+                costs.write(costs.read() | {"plain": times.runner_seconds(key, work.context)})
 
 
 class RandomChains(Drafter):
-    """As many random tokens as are asked for."""
+    """Drafts random tokens, as many as the budget allows."""
 
     def __init__(self, vocabulary: int, limit: int):
         self.vocabulary, self.limit = vocabulary, limit
@@ -297,35 +299,37 @@ class RandomChains(Drafter):
 
 
 def _add(
-    found: Timings, target: Target, drafters: Mapping[str, Drafter], slots: int, depths: Sequence[int], context: int,
+    times: Timings, target: Target, drafters: Mapping[str, Drafter], slots: int, depths: Sequence[int], context: int,
     rounds: int,
 ) -> None:  # fmt: skip
-    """Steps of these drafters, each right after a plain one.
+    """Add steps of these drafters, each timed right after a plain step.
 
-    A machine's pace changes by a fifth within seconds.  So a drafter's times are those of its steps in plain steps
-    beside them, times what a plain step took when the first were timed: ratios are kept, whenever they were taken.
+    A machine's speed changes by a fifth within seconds.  So a drafter's steps are measured relative to adjacent plain
+    steps, and multiplied by the stored time of a plain step.
     """
     plain: list[Cell] = []
     drafted: dict[tuple[str, int], list[Cell]] = {}
-    """By drafter and depth, in plain steps."""
+    """By drafter and depth, relative to plain steps."""
     for _ in range(rounds):
         for key, drafter in drafters.items():
-            own = [depth for depth in depths if depth <= drafter.limit] or [drafter.limit]
+            own_depths = [depth for depth in depths if depth <= drafter.limit] or [drafter.limit]
             state = batch(target, slots, ends=frozenset())
-            undrafted = steps(target, None, batch(target, slots, ends=frozenset()), own, context)
-            for (_, one), (depth, other) in zip(undrafted, steps(target, drafter, state, own, context), strict=False):
+            undrafted = steps(target, None, batch(target, slots, ends=frozenset()), own_depths, context)
+            for (_, one), (depth, other) in zip(
+                undrafted, steps(target, drafter, state, own_depths, context), strict=False
+            ):
                 plain.append(one)
                 drafted.setdefault((key, depth), []).append(other.scaled(1 / one.seconds))
-            found.prompts[key] = state.read_s / state.read_tokens if state.read_tokens else 0.0
-    usual = found.plain.setdefault((slots, 0, context), middle(plain)).seconds
+            times.prompts[key] = state.read_s / state.read_tokens if state.read_tokens else 0.0
+    usual = times.plain.setdefault((slots, 0, context), middle(plain)).seconds
     for key, depth in product(drafters, depths):
-        # one that is asked for more than it drafts gives what it has
-        cells = drafted.get((key, depth)) or drafted[key, max(known for name, known in drafted if name == key)]
-        found.drafts.setdefault(key, {})[slots, depth, context] = middle(cells).scaled(usual)
+        # beyond a drafter's limit, its deepest drafts count
+        cells = drafted.get((key, depth)) or drafted[key, max(other for name, other in drafted if name == key)]
+        times.drafts.setdefault(key, {})[slots, depth, context] = middle(cells).scaled(usual)
 
 
 def middle(cells: Sequence[Cell]) -> Cell:
-    """The median of steps, part by part."""
+    """The median of steps, separately for each part."""
     whole = sorted(cell.seconds for cell in cells)
     quarter = len(whole) // 4
     spread = (whole[-1 - quarter] - whole[quarter]) / 2 / whole[len(whole) // 2]
@@ -335,14 +339,14 @@ def middle(cells: Sequence[Cell]) -> Cell:
 
 
 class RoundRobin(Policy):
-    """One depth after the other, step by step."""
+    """Cycles through the depths, one per step."""
 
     def __init__(self, depths: Sequence[int]):
         self.depths, self.step, self.nodes = depths, -1, 0
 
     @property
     def depth(self) -> int:
-        """Of the last step."""
+        """Depth of the last step."""
         return self.depths[self.step % len(self.depths)]
 
     def budget(self, state: DecodeState) -> torch.Tensor:
@@ -354,7 +358,7 @@ class RoundRobin(Policy):
 
 
 def ragged(context: int, slots: int) -> list[float]:
-    """Lengths of the texts of a batch, `context` in the mean: the middles of equal parts of a normal distribution."""
+    """Lengths of the texts of a batch with mean `context`: quantiles of a normal distribution."""
     normal = statistics.NormalDist(context, SPREAD * context)
     return [normal.inv_cdf((slot + 0.5) / slots) for slot in range(slots)]
 
@@ -362,7 +366,7 @@ def ragged(context: int, slots: int) -> list[float]:
 def steps(
     target: Target, drafter: Drafter | None, state: DecodeState, depths: Sequence[int], context: int
 ) -> Iterator[tuple[int, Cell]]:  # fmt: skip
-    """Depths and times of steps of the loop over random text; each is made when it is asked for."""
+    """Depths and times of steps of the loop over random text, generated lazily."""
     rounds, slots = STEPS + SKIPPED, len(state.tokens)
     room = min(rounds * sum(depth + 1 for depth in depths) + 1, target.spec.context // 2)
     longest = target.spec.context - room - max(depths) - 2
@@ -370,9 +374,9 @@ def steps(
     noise = torch.Generator().manual_seed(slots)
     texts = [torch.randint(target.spec.vocabulary, (length,), generator=noise).tolist() for length in lengths]
     policy = RoundRobin(depths)
-    asked = [Request(text, room, Sampling()) for text in texts]
+    requests = [Request(text, room, Sampling()) for text in texts]
     timing, count = None, 0
-    for _ in serve(target, asked, drafter, policy=policy if drafter else None, state=state):
+    for _ in serve(target, requests, drafter, policy=policy if drafter else None, state=state):
         if state.timing is timing:
             continue
         timing, count = state.timing, count + 1
@@ -384,18 +388,18 @@ def steps(
 
 
 def _prompt_seconds(target: Target, context: int) -> float:
-    """Of a prompt's token, where one prompt is read alone."""
+    """Seconds per prompt token when one prompt is read alone."""
     text = torch.randint(target.spec.vocabulary, (1, context), generator=torch.Generator().manual_seed(1))
-    taken: list[float] = []
-    while len(taken) < 3 and sum(taken) < SLOW_S:
+    seconds: list[float] = []
+    while len(seconds) < 3 and sum(seconds) < SLOW_S:
         cache = target.allocate(1, context + 1)
         began = perf_counter()
         scores = target.prefill(cache, [0], text.to(target.device), [context], ())
         float(scores.logits.flatten()[0])  # waits for a GPU
-        taken.append(perf_counter() - began)
-    return min(taken) / context
+        seconds.append(perf_counter() - began)
+    return min(seconds) / context
 
 
-def as_mapping(found: Timings) -> Mapping[str, Any]:
-    """Counts of what is known, for a line of output."""
-    return {"passes": len(found.passes), "drafts": sum(map(len, found.drafts.values()))}
+def as_mapping(times: Timings) -> Mapping[str, Any]:
+    """Counts of stored times, for a line of output."""
+    return {"passes": len(times.passes), "drafts": sum(map(len, times.drafts.values()))}

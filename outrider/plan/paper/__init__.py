@@ -1,1 +1,1 @@
-"""Costs on paper: from the config of a model and the data sheet of a device."""
+"""Costs on paper, from a model's config and a device's data sheet."""

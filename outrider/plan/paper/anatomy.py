@@ -1,7 +1,7 @@
 """What a pass of a model reads and multiplies, from its config alone.
 
-Weights are counted on a model without values, so that biases, gates and shared experts need no formula.  A field that
-the model can't do without and that its config.json lacks is named: the library's own default for it would be a guess.
+Weights are counted on a model without values (device meta), so that biases, gates and shared experts need no formula.
+A required field that is missing from config.json is an error: the library's default for it would be a guess.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ NEEDED = (
     "intermediate_size", "moe_intermediate_size", "num_experts", "n_routed_experts", "num_local_experts",
     "num_experts_per_tok", "kv_lora_rank", "qk_rope_head_dim",
 )  # fmt: skip
-"""Fields that must be in the file wherever the family has a size of its own for them."""
+"""Fields that must be in the file if the family has a default size for them."""
 NESTED = ("text_config", "llm_config")
-"""Where the config of a model of several parts has its language model."""
+"""Where the config of a multimodal model has its language model."""
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 class Attention(NamedTuple):
-    """Layers that attend alike."""
+    """Layers with the same attention window."""
 
     layers: int
     window: int | None
-    """Tokens that they look back; None for all."""
+    """Tokens that they attend to; None for all."""
     cache_bytes: float
-    """Of one token, in all of these layers."""
+    """Bytes of one token, in all of these layers."""
     flops: float
-    """Of one row, for each token that it attends to, in all of these layers."""
+    """Operations of one row per token that it attends to, in all of these layers."""
 
     def attended(self, context: float) -> float:
         return context if self.window is None else min(context, self.window)
@@ -52,7 +52,7 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A model, as far as the time and the memory of its passes depend on it."""
+    """The sizes of a model on which the time and memory of its passes depend."""
 
     name: str
     layers: int
@@ -61,24 +61,24 @@ class Anatomy:
     context: int
     parameters: int
     read: int
-    """Weights of layers that every pass reads, experts aside."""
+    """Weights of layers that every pass reads, without experts."""
     head: int
     """Weights of the output layer."""
     expert: int
-    """Weights of one expert, over all layers that have experts."""
+    """Weights of one expert, over all layers with experts."""
     experts: int
-    """Of a layer; 0 where the model is dense."""
+    """Experts of a layer; 0 for a dense model."""
     experts_per_token: int
     attention: tuple[Attention, ...]
     weight: formats.Weight
     """How its layers' matrices are stored."""
     expert_weight: formats.Weight
     head_bytes: float = 2.0
-    """Of a number of the output layer."""
+    """Bytes of a weight of the output layer."""
 
     @property
     def active(self) -> int:
-        """Weights that one token is multiplied with."""
+        """Weights used for one token."""
         return self.read + self.head + self.experts_per_token * self.expert
 
     @property
@@ -89,21 +89,20 @@ class Anatomy:
         return layers + others * self.head_bytes
 
     def cache_bytes(self, context: float) -> float:
-        """Keys and values of one text of so many tokens."""
-        return sum(own.cache_bytes * own.attended(context) for own in self.attention)
+        """Bytes of keys and values of one text of `context` tokens."""
+        return sum(layers.cache_bytes * layers.attended(context) for layers in self.attention)
 
 
 def anatomy(name: str, weight: str | None = None) -> Anatomy:
     """The anatomy of `demo`, of a folder with config.json, or of a Hugging Face id.  Raises TargetError, ConfigError.
 
-    weight: how its matrices will be stored, such as int4; as its config says unless given.
+    weight: how its matrices will be stored, such as int4; default as in its config.
     """
     return of_fields(read(name), name, weight)
 
 
 def read(name: str) -> dict[str, Any]:
-    """A config.json as it is written, or what a GGUF file says in its place.  Raises TargetError where it can't be
-    reached or read."""
+    """The fields of config.json, or of a GGUF file in its place.  Raises TargetError if it can't be fetched or read."""
     path = catalog.checkpoint(name)
     if (files := locate(path)) is not None:
         config, parts = gguf.described(name, files)
@@ -111,8 +110,8 @@ def read(name: str) -> dict[str, Any]:
     try:
         if (problem := missing_path(path)) is not None:
             raise OSError(problem)
-        found = cached_file(path, "config.json")
-        fields = json.loads(Path(found).read_text(encoding="utf-8")) if found else None
+        config_path = cached_file(path, "config.json")
+        fields = json.loads(Path(config_path).read_text(encoding="utf-8")) if config_path else None
     except (OSError, ValueError) as error:
         raise unreadable(name, error) from None
     if not isinstance(fields, dict):
@@ -121,7 +120,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def sketched(fields: Mapping[str, Any], name: str) -> Sketch:
-    """A model without values.  Raises TargetError, which names each field that is missing or is no size."""
+    """A model without values.  Raises TargetError naming each field that is missing or not a valid size."""
     kind, text = str(fields.get("model_type")), fields
     if kind not in CONFIG_MAPPING:
         what = (
@@ -142,13 +141,13 @@ def sketched(fields: Mapping[str, Any], name: str) -> Sketch:
     try:
         return of_config(family(**{key: value for key, value in text.items() if key != "quantization_config"}), name)
     except (ValueError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
-        # a check of sizes against each other says in its cause what is wrong
+        # transformers' checks of sizes against each other give the reason as the cause
         why = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        raise TargetError(f"the config.json of {name} describes no model: {first_line(why)}; correct it") from error
+        raise TargetError(f"the config.json of {name} is not a valid model: {first_line(why)}; correct it") from error
 
 
 def context_of(fields: Mapping[str, Any]) -> int | None:
-    """Tokens of a text that a config.json says its model reads; None where it does not say."""
+    """The context length in a config.json; None if it has none."""
     for part in (fields, *(each for name in NESTED if isinstance(each := fields.get(name), Mapping))):
         for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
             if _is_size(part.get(name)) and isinstance(part[name], int):
@@ -157,16 +156,16 @@ def context_of(fields: Mapping[str, Any]) -> int | None:
 
 
 def _refuse_gaps(text: Mapping[str, Any], family: Any, name: str) -> None:
-    """Raises TargetError for fields that are missing, or are no size."""
+    """Raises TargetError for fields that are missing or not valid sizes."""
     other = {value: key for key, value in family.attribute_map.items()} | dict(family.attribute_map)
-    # what a family leaves open follows from other sizes; what it has a number for is one model's
+    # a default of None follows from other sizes; a number is the size of one particular model
     needed = [field for field in NEEDED if isinstance(getattr(family, field, None), int)]
-    needed += [own for field, own in family.attribute_map.items() if field in NEEDED and not hasattr(family, field)]
+    needed += [alias for field, alias in family.attribute_map.items() if field in NEEDED and not hasattr(family, field)]
     missing = [field for field in needed if text.get(field, text.get(other.get(field, ""))) is None]
     if missing:
         raise TargetError(
-            f"the config.json of {name} lacks {', '.join(sorted(missing))}; the time of its passes depends on that, so "
-            "add what is missing"
+            f"the config.json of {name} lacks {', '.join(sorted(missing))}; the time of its passes depends on them, so "
+            "add them"
         )
     wrong = [f"{field} {text[field]!r}" for field in needed if field in text and not _is_size(text[field])]
     if wrong:
@@ -179,7 +178,7 @@ def _is_size(value: Any) -> bool:
 
 
 def of_fields(fields: Mapping[str, Any], name: str, weight: str | None = None) -> Anatomy:
-    """The anatomy of the model that these fields of a config.json describe.  Raises TargetError, ConfigError."""
+    """The anatomy of the model with these fields of config.json.  Raises TargetError, ConfigError."""
     return of_sketch(sketched(fields, name), formats.stored(fields, weight, name))
 
 
@@ -212,22 +211,22 @@ def _is_table(name: str) -> bool:
 
 
 def _attention(config: Any) -> tuple[Attention, ...]:
-    """Layers by how far they look back; layers with a state in place of a cache have none."""
+    """Layers by attention window; layers with a state in place of a cache are left out."""
     kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
-    # numbers of a cache: keys and values in the type of the weights that are not quantised
+    # bytes of a key or value: the type of the weights that are not quantised
     size = 2 if "float32" not in str(config.dtype) else 4
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
         return ()
     latent = getattr(config, "kv_lora_rank", None)
     if latent:
-        numbers, made = latent + config.qk_rope_head_dim, 2 * heads * (2 * latent + config.qk_rope_head_dim)
+        numbers, flops = latent + config.qk_rope_head_dim, 2 * heads * (2 * latent + config.qk_rope_head_dim)
     else:
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         shared = getattr(config, "num_key_value_heads", None) or heads
-        numbers, made = 2 * shared * width, 4 * heads * width
-    found = []
+        numbers, flops = 2 * shared * width, 4 * heads * width
+    attention = []
     for kind, window in (("full_attention", None), ("sliding_attention", getattr(config, "sliding_window", None))):
         if count := kinds.count(kind):
-            found.append(Attention(count, window, count * numbers * size, count * made))
-    return tuple(found)
+            attention.append(Attention(count, window, count * numbers * size, count * flops))
+    return tuple(attention)

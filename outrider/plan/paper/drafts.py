@@ -1,7 +1,7 @@
-"""What each method's draft takes on paper: passes, weights, cache, prompts; sizes are those of its own draft model.
+"""Cost of each method's drafts on paper: passes, weights, cache, prompts.
 
-A kind with layers of its own is built without values beside its target, as its settings say, and its weights are
-counted.  `each` drafts a token a pass, `once` a block in one, `lookup` without a model.  No time is measured here.
+A kind with layers is built from its settings without values (device meta), and its weights are counted.  Its cost is
+`each` if it drafts one token per pass, `once` for a block per pass, `lookup` without a model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.plan.paper.roofline import pass_of, prefill_seconds
 from outrider.targets.sketch import Sketch
 
 SEQUENTIAL = ("markov_w2", "weight_hh", "weight_ih")
-"""Weights of a small head through which the tokens of a block pass one by one."""
+"""Weights of a small head that is applied to the tokens of a block one after another."""
 EMBEDDINGS = ("embed", "markov_w1")
 
 
@@ -35,23 +35,23 @@ class DraftModelOnPaper:
     kind: str
     way: Cost
     model: Anatomy | None
-    """None for what looks drafts up."""
+    """None for lookups."""
     sequential: int = 0
-    """Of its weights, those that are read once for every token of a block."""
+    """Number of weights that are read once per token of a block."""
 
     @property
     def weight_bytes(self) -> float:
-        """Memory that its own weights take; a head that it borrows is the target's."""
+        """Memory of its weights, without a head shared with the target."""
         return 0.0 if self.model is None else self.model.parameters * self.model.weight.bytes
 
     def cache_bytes(self, tokens: float) -> float:
         return 0.0 if self.model is None else self.model.cache_bytes(tokens)
 
     def seconds(self, place: Place, batch: float, depth: int, context: float) -> float:
-        """Of a draft of so many tokens for every text."""
+        """Seconds to draft `depth` tokens for every text."""
         if self.model is None or depth < 1:
             return 0.0
-        # each pass ends in a head and a choice, which take what a layer takes beside its work
+        # each pass ends in a head and a choice, each with the fixed time of a layer
         overhead = 2 * place.efficiency.layer_s
         if self.way == "each":
             return depth * (pass_of(self.model, place, batch, 1, context).seconds + overhead)
@@ -60,27 +60,27 @@ class DraftModelOnPaper:
         return pass_of(self.model, place, batch, depth, context).seconds + overhead + sequential
 
     def prompt_seconds(self, place: Place, tokens: float) -> float:
-        """Of reading a prompt, which the target read before."""
+        """Seconds to read a prompt, after the target has read it."""
         return 0.0 if self.model is None else prefill_seconds(self.model, place, tokens)
 
 
-def known() -> list[str]:
-    """Kinds whose drafts are known on paper; others must be timed."""
-    return sorted(kind for kind, own in methods().items() if own.cost is not None)
+def kinds_on_paper() -> list[str]:
+    """Kinds whose cost is known on paper; others must be timed."""
+    return sorted(kind for kind, each in methods().items() if each.cost is not None)
 
 
-def usual() -> tuple[str, ...]:
-    """Those that a plan compares unless others are named: with published acceptance, and fit for any target."""
-    return tuple(sorted((kind for kind, own in methods().items() if own.usual), key=lambda kind: method(kind).usual))
+def default_methods() -> tuple[str, ...]:
+    """Kinds that a plan compares by default: with published acceptance, and available for any target."""
+    return tuple(sorted((kind for kind, each in methods().items() if each.usual), key=lambda kind: method(kind).usual))
 
 
-def added() -> tuple[str, ...]:
-    """Those that it looks at beside them where it may measure."""
-    return tuple(sorted(kind for kind, own in methods().items() if own.is_added))
+def extra_methods() -> tuple[str, ...]:
+    """Kinds that a plan compares in addition if it may measure."""
+    return tuple(sorted(kind for kind, each in methods().items() if each.is_added))
 
 
 def on_paper(kind: str, target: Sketch, model: Anatomy | None = None, **settings: Any) -> DraftModelOnPaper:
-    """A kind's draft model for this target.  Raises ConfigError for a kind whose cost is not known on paper.
+    """A kind's draft model for this target.  Raises ConfigError for a kind whose cost on paper is unknown.
 
     model: the language model of small_model.  settings: of the kind, as in a run file.
     """
@@ -88,7 +88,7 @@ def on_paper(kind: str, target: Sketch, model: Anatomy | None = None, **settings
     way = method(kind).cost
     if way is None:
         raise ConfigError(
-            f"what {kind} takes is not known on paper; take one of {', '.join(known())}, or time it with --measure"
+            f"the cost of {kind} on paper is unknown; choose one of {', '.join(kinds_on_paper())}, or use --measure"
         )
     if way == "lookup":
         return DraftModelOnPaper(kind, way, None)
@@ -117,13 +117,13 @@ def _counted(kind: str, way: Cost, target: Sketch, settings: Mapping[str, Any]) 
     own_head = size_of("head.lm_head")
     head = own_head or vocabulary * spec.hidden
     weight = formats.NAMED[formats.DTYPES.get(spec.dtype, "bf16")]
-    own = Anatomy(
+    anatomy = Anatomy(
         name=kind, layers=max(layers, 1), hidden=spec.hidden, vocabulary=vocabulary, context=spec.context,
         parameters=total, read=total - tables - own_head - sequential, head=head,
         expert=0, experts=0, experts_per_token=0, attention=_attention(config, spec, layers, weight.bytes),
         weight=weight, expert_weight=weight, head_bytes=weight.bytes,
     )  # fmt: skip
-    return DraftModelOnPaper(kind, way, own, sequential)
+    return DraftModelOnPaper(kind, way, anatomy, sequential)
 
 
 def _attention(config: Any, spec: Any, layers: int, size: float) -> tuple[Attention, ...]:

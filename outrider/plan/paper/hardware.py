@@ -1,4 +1,4 @@
-"""Accelerators by their data sheets, and what programs reach of them.  No torch."""
+"""Accelerators by their data sheets, and the efficiency that programs reach.  No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TABLE = Path(__file__).with_name("hardware.yaml")
 
 
 class Accelerator(NamedTuple):
-    """One accelerator, as its vendor describes it."""
+    """An accelerator according to its data sheet."""
 
     name: str
     memory_bytes: float
@@ -28,28 +28,28 @@ class Accelerator(NamedTuple):
 
 
 class Efficiency(NamedTuple):
-    """What programs reach of a data sheet, and what they spend beside it."""
+    """Which share of a data sheet programs reach, and their overheads."""
 
     bandwidth: float
-    """Share of the sheet's."""
+    """Share of the sheet's bandwidth."""
     matmuls: float
-    """Share of the sheet's."""
+    """Share of the sheet's operations per second."""
     training: float
-    """Share of the sheet's products, in training."""
+    """Share of the sheet's operations per second in training."""
     layer_s: float
-    """Seconds of a layer that neither bytes nor products explain."""
+    """Fixed seconds of a layer."""
     step_s: float
     """Seconds of a step outside its pass: scheduling, sampling."""
     cycle_s: float
-    """Seconds more of a step that drafts."""
+    """Additional seconds of a step that drafts."""
     exchange_s: float
     """Seconds of one exchange between accelerators that share a model; a layer has two."""
     error: float
-    """Share by which a speed-up on paper may be wrong, acceptance aside."""
+    """Relative error of a speed-up on paper, acceptance aside."""
 
 
 class Place(NamedTuple):
-    """Where a target runs: so many accelerators that share every layer."""
+    """The hardware of a target: accelerators that share every layer."""
 
     accelerator: Accelerator
     devices: int
@@ -65,41 +65,40 @@ class Place(NamedTuple):
         return self.devices * self.accelerator.bandwidth * self.efficiency.bandwidth
 
     def flops(self, kind: str) -> float:
-        """Operations per second that passes reach in this type, or in bf16 where the accelerator lacks it."""
-        own = self.accelerator.flops
-        return self.devices * own.get(kind, own["bf16"]) * self.efficiency.matmuls
+        """Operations per second that passes reach in this type, or in bf16 if the accelerator lacks it."""
+        flops = self.accelerator.flops
+        return self.devices * flops.get(kind, flops["bf16"]) * self.efficiency.matmuls
 
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
-    return found
+    table: dict[str, Any] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    return table
 
 
 def names() -> list[str]:
-    """The accelerators there are."""
+    """Names of all accelerators."""
     return sorted(_table()["accelerators"])
 
 
 def find(name: str) -> Accelerator:
-    """An accelerator by its name.  Raises ConfigError for one that is not in the table."""
-    own = _table()["accelerators"].get(name.lower())
-    if own is None:
+    """An accelerator by name.  Raises ConfigError for an unknown one."""
+    entry = _table()["accelerators"].get(name.lower())
+    if entry is None:
         raise ConfigError(
-            f"hardware {name!r} is not in the table{nearest(name.lower(), names())}; or run --measure on the "
-            "machine itself"
+            f"unknown hardware {name!r}{nearest(name.lower(), names())}; or run --measure on the machine itself"
         )
-    flops = {kind: value * 1e12 for kind, value in own["tflops"].items()}
-    return Accelerator(name.lower(), own["memory"] * 1e9, own["bandwidth"] * 1e9, flops, own["source"])
+    flops = {kind: value * 1e12 for kind, value in entry["tflops"].items()}
+    return Accelerator(name.lower(), entry["memory"] * 1e9, entry["bandwidth"] * 1e9, flops, entry["source"])
 
 
 def efficiency() -> Efficiency:
-    """The one set of constants."""
-    return Efficiency(**{name: float(own["value"]) for name, own in _table()["efficiency"].items()})
+    """The constants, the same for all accelerators."""
+    return Efficiency(**{name: float(entry["value"]) for name, entry in _table()["efficiency"].items()})
 
 
 def place(name: str, count: int = 1) -> Place:
-    """So many accelerators of this name.  Raises ConfigError."""
+    """`count` accelerators of this name.  Raises ConfigError."""
     if count < 1:
         raise ConfigError(f"--devices must be at least 1, got {count}")
     return Place(find(name), count, efficiency())
