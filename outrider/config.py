@@ -28,9 +28,6 @@ RENAMED = {
     "parts": "members", "runners_up": "siblings",
 }  # fmt: skip
 """Former names of settings, and their names now."""
-REMOVED = {"rotate": "feature_encoding"}
-"""Settings that were removed, and the one to use instead."""
-
 ELSEWHERE = {
     "target": "model model_name model_name_or_path model_path base_model target_model target_model_path "
               "target_model_name_or_path verifier verifier_name_or_path",
@@ -93,13 +90,10 @@ class Config(BaseModel):
             if key in cls.REMOVED:
                 raise ValueError(f"unknown key {key!r}; it was removed, {cls.REMOVED[key]}")
             if key not in cls.model_fields:
-                now, instead = RENAMED.get(key), REMOVED.get(key)
-                if now in cls.model_fields:
-                    hint = f"; it is called {now!r} now"
-                elif instead in cls.model_fields:
-                    hint = f"; it was removed, use {instead!r} instead"
-                else:
-                    hint = _elsewhere(str(key), cls.model_fields)
+                now = RENAMED.get(key)
+                hint = (
+                    f"; it is called {now!r} now" if now in cls.model_fields else _elsewhere(str(key), cls.model_fields)
+                )
                 raise ValueError(f"unknown key {key!r}{hint}")
         return {key: _meant(cls.model_fields[key].annotation, value) for key, value in data.items()}
 

@@ -1,6 +1,7 @@
 """The `prepare` section of a run file: where conversations come from, and how the target answers them."""
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -60,6 +61,8 @@ class Source(Base):
 
 class Config(Base):
     """Where prompts come from, and how the target answers them."""
+
+    REMOVED: ClassVar[Mapping[str, str]] = {"rotate": "use 'feature_encoding' instead"}
 
     conversations: str = LIBRARY
     """`stdlib:train` (Python, for the demo target), `instructions:train` (for chat models: 720 of chat, code, maths,
