@@ -265,3 +265,6 @@ def test_a_setting_of_old_is_an_error_that_gives_the_new_name() -> None:
             build(takes[0], {before: 1})
     with pytest.raises(ConfigError, match="unknown key 'rotate'; it was removed, use 'feature_encoding' instead"):
         build(PrepareConfig, {"rotate": 64})
+    for setting in ("score", "allow_code_execution"):
+        with pytest.raises(ConfigError, match=f"unknown key '{setting}'; it was removed, use `outrider lm-eval`"):
+            build(EvaluateConfig, {setting: True})
