@@ -1,1 +1,1 @@
-"""Targets in GGUF files, whose weights stay in the blocks of the file."""
+"""Targets in GGUF files, whose weights stay quantised in memory."""

@@ -1,7 +1,7 @@
-"""Architectures that a GGUF file may have: the config of transformers' class, and the names of its weights.
+"""Architectures of GGUF files: the config of transformers' class, and the names of its weights.
 
-What llama.cpp's converter changes is undone: queries and keys of families that rotate neighbouring pairs are
-interleaved, and norms of Gemma are stored with 1 added.
+Changes of llama.cpp's converter are undone: it interleaves queries and keys of families that rotate adjacent pairs, and
+adds 1 to the norms of Gemma.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ FUSED = {name: path for name, path in LAYER.items() if name not in ("attn_q", "a
     "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj",
 }  # fmt: skip
 LARGEST_GEMMAS = {"gemma2": 46, "gemma3": 62}
-"""Layers of the one model of each that scales its scores by the width of a head as hidden states would be cut."""
+"""Number of layers of the one model of each that scales its scores by hidden size / heads, not by head_dim."""
 WINDOW = "attention.sliding_window"
 LOCAL_BASE = 10_000.0
-"""Of the rotation in Gemma 3's windows."""
+"""Rotary base in Gemma 3's windows."""
 GEMMA3_PERIOD = 6
-"""Every sixth layer of a Gemma 3 attends to the whole text."""
+"""Every sixth layer of a Gemma 3 has full attention."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model and its decoder layers."""
+    """Sizes of a model and its decoder layers."""
 
     layers: int
     hidden: int
@@ -53,12 +53,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a model of an architecture is built and its weights are called."""
+    """How a model of an architecture is built, and the names of its weights."""
 
     model_type: str
     """transformers' name."""
     fields: Callable[[Keys, Sizes], dict[str, Any]] = lambda _keys, _sizes: {}
-    """What its config has besides what all have."""
+    """Additional fields of its config."""
     layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
     """Names within a layer, llama.cpp's to transformers'."""
     rotates_pairs: bool = False
@@ -66,7 +66,7 @@ class Architecture:
     added_to_norms: float = 0.0
 
     def names(self, layers: int) -> dict[str, str]:
-        """llama.cpp's names of weights, without their ending, to transformers' modules."""
+        """llama.cpp's names of weights, without suffix, to transformers' modules."""
         in_layers = {
             f"blk.{i}.{name}": f"model.layers.{i}.{path}" for i in range(layers) for name, path in self.layer.items()
         }
@@ -93,12 +93,12 @@ def _granite(keys: Keys, sizes: Sizes) -> dict[str, Any]:
     }  # fmt: skip
     scales = {name: keys.number(key, 1.0) for name, key in names.items()}
     if not all(scales.values()):
-        raise Refused(f"a scale of it is 0: {scales}")
+        raise Refused(f"one of its scales is 0: {scales}")
     return _whole_heads(keys, sizes) | scales
 
 
 def _gemma2(keys: Keys, sizes: Sizes) -> dict[str, Any]:
-    # a file does not say how scores are scaled; llama.cpp goes by the number of layers
+    # files don't say how scores are scaled; llama.cpp decides by the number of layers
     is_largest = sizes.layers == LARGEST_GEMMAS[keys.architecture]
     caps = {name: keys.number(name, 0.0) or None for name in ("attn_logit_softcapping", "final_logit_softcapping")}
     return {
@@ -132,20 +132,20 @@ ARCHITECTURES = {
 
 
 def architecture(keys: Keys) -> Architecture:
-    """Raises Refused for one that is not supported."""
+    """Raises Refused if it is not supported."""
     supported = ARCHITECTURES.get(keys.architecture)
     if supported is None:
         raise Refused(
             f"its architecture {shown(keys.architecture)} is not supported as GGUF; supported are "
-            f"{', '.join(ARCHITECTURES)}; take the model's own checkpoint in safetensors"
+            f"{', '.join(ARCHITECTURES)}; use the model's safetensors checkpoint"
         )
     return supported
 
 
 def config(keys: Keys, tensors: Tensors, factors: Factors) -> dict[str, Any]:
-    """Fields of the model's config; all sizes are those of its weights.
+    """Fields of the model's config, with sizes checked against its weights.
 
-    Raises Refused for what is missing, does not fit the weights, or is not supported.
+    Raises Refused if something is missing, does not match the weights, or is not supported.
     """
     arch, sizes = architecture(keys), _sizes(keys, tensors)
     rope = rotary.parameters(keys, sizes.head_dim, factors)
@@ -153,7 +153,7 @@ def config(keys: Keys, tensors: Tensors, factors: Factors) -> dict[str, Any]:
     if arch.model_type == "phi3":
         rope["partial_rotary_factor"] = rotated / sizes.head_dim
     elif rotated != sizes.head_dim:
-        raise Refused(f"it rotates {rotated} of {sizes.head_dim} numbers of a head, which is not supported")
+        raise Refused(f"it rotates {rotated} of {sizes.head_dim} dimensions of a head, which is not supported")
     if arch.model_type == "gemma3_text":
         local = keys.number("rope.freq_base_swa", LOCAL_BASE)
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
@@ -170,13 +170,13 @@ def config(keys: Keys, tensors: Tensors, factors: Factors) -> dict[str, Any]:
 
 
 def _biases(arch: Architecture, tensors: Tensors) -> dict[str, bool]:
-    """Whether its layers have biases, in families whose configs say so."""
+    """Fields for the biases of its layers, in families whose configs have them."""
     biases = {"attention_bias": "blk.0.attn_output.bias" in tensors, "mlp_bias": "blk.0.ffn_down.bias" in tensors}
     return {name: True for name, is_there in biases.items() if is_there and arch.model_type in ("llama", "granite")}
 
 
 def _sizes(keys: Keys, tensors: Tensors) -> Sizes:
-    """Sizes as the keys say, held against the weights, so that none is larger than the file."""
+    """Sizes from the keys, checked against the weights, so that none is larger than the file."""
     hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     head_dim = keys.count("attention.key_length", max(1, hidden // heads))
     if keys.count("attention.value_length", head_dim) != head_dim:
@@ -199,24 +199,24 @@ def _sizes(keys: Keys, tensors: Tensors) -> Sizes:
     }  # fmt: skip
     for name, shape in expected.items():
         if name not in tensors or tensors[name].shape != shape:
-            there = "which is missing" if name not in tensors else f"and its shape is {tensors[name].shape}"
-            raise Refused(f"its keys ask for {name} {shape}, {there}")
+            problem = "which is missing" if name not in tensors else f"but its shape is {tensors[name].shape}"
+            raise Refused(f"its keys require {name} {shape}, {problem}")
     _check_layers(sizes.layers, tensors)
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden:
-        raise Refused(f"it has no token_embd.weight with rows of {hidden} numbers")
+        raise Refused(f"it has no token_embd.weight with rows of {hidden} values")
     return sizes
 
 
 def _check_layers(count: int, tensors: Tensors) -> None:
-    """Every layer has what the first one has, and there are no more."""
+    """Raises Refused unless there are `count` layers, all with the same tensors."""
     layers: dict[str, set[str]] = {}
     for name in tensors:
         if name.startswith("blk."):
             _, number, rest = [*name.split(".", 2), ""][:3]
             layers.setdefault(number, set()).add(rest)
     if len(layers) != count:
-        raise Refused(f"its key block_count is {count}, and it has weights of {len(layers)} layers")
+        raise Refused(f"its key block_count is {count}, but it has weights of {len(layers)} layers")
     first = layers.get("0", set())
     for number in map(str, range(count)):
         if lost := first ^ layers.get(number, set()):

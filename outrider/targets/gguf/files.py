@@ -1,5 +1,4 @@
-"""Which GGUF files a name stands for: a file, the parts of a split one, a folder that holds one model, a file of the
-hub."""
+"""Finds the GGUF files of a name: a file, the parts of a split one, a folder with one model, or a file of the hub."""
 
 from __future__ import annotations
 
@@ -14,14 +13,14 @@ SUFFIX = ".gguf"
 SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 MOST_PARTS = 1000
 BESIDE = ("mmproj", "imatrix")
-"""Beginnings of names of files that lie beside a model: of images, and of a quantisation."""
+"""Prefixes of other files beside a model: image projectors and importance matrices."""
 
 
 def locate(name: str, revision: str | None = None) -> tuple[Path, ...] | None:
-    """The files of a GGUF model, in order; None for a name that stands for something else.
+    """The files of a GGUF model, in order; None for any other name.
 
-    Files of the hub are fetched.  Raises TargetError for a file that is missing, for a folder with several models, and
-    for what can't be fetched.
+    Files of the hub are downloaded.  Raises TargetError for a missing file, for a folder with several models, and for a
+    failed download.
     """
     path = Path(name).expanduser()
     if not path.exists() and (match := HUB_FILE.fullmatch(name)) is not None:
@@ -34,7 +33,7 @@ def locate(name: str, revision: str | None = None) -> tuple[Path, ...] | None:
 
 
 def _begins_as_gguf(path: Path) -> bool:
-    """Whether it is a file of another name with GGUF in it, as stores of models keep them."""
+    """Whether it is a GGUF file without the suffix, as model stores keep them."""
     if not path.is_file():
         return False
     try:
@@ -45,7 +44,7 @@ def _begins_as_gguf(path: Path) -> bool:
 
 
 def _in_folder(folder: Path) -> tuple[Path, ...] | None:
-    """The one model of a folder, `model.gguf` where there are several."""
+    """The one model of a folder, or `model.gguf` if there are several."""
     files = [path for path in sorted(folder.glob(f"*{SUFFIX}")) if not path.name.startswith(BESIDE)]
     models = {_parts(path.name)[0]: path for path in files}
     if not models:
@@ -57,11 +56,11 @@ def _in_folder(folder: Path) -> tuple[Path, ...] | None:
 
 
 def _all_there(path: Path) -> tuple[Path, ...]:
-    """The file, and the others of its split.  Raises TargetError where one is missing."""
+    """The file, with the other parts of a split one.  Raises TargetError if one is missing."""
     parts = tuple(path.with_name(name) for name in _parts(path.name))
     missing = [part for part in parts if not part.exists()]
     if missing:
-        others = f"; {path.name} is one of {len(parts)} files, which must lie together" if len(parts) > 1 else ""
+        others = f"; {path.name} is one of {len(parts)} files, which must be in one folder" if len(parts) > 1 else ""
         raise TargetError(f"no such file: {missing[0]}{others}")
     return parts
 
@@ -73,12 +72,12 @@ def _parts(name: str) -> list[str]:
         return [name]
     count = int(match["count"])
     if not 1 <= int(match["number"]) <= count <= MOST_PARTS:
-        raise TargetError(f"{shown(name)} is no part of a split file: parts count from 1 to at most {MOST_PARTS}")
+        raise TargetError(f"{shown(name)} is not part of a split file: parts count from 1 to at most {MOST_PARTS}")
     return [f"{match['stem']}-{number:05}-of-{match['count']}{SUFFIX}" for number in range(1, count + 1)]
 
 
 def _fetched(repository: str, file: str, revision: str | None) -> Path:
-    """A file of the hub, from its cache where it was fetched before."""
+    """A file of the hub, downloaded unless it is in the cache."""
     import huggingface_hub  # a second to import, and only needed here
 
     try:
@@ -86,6 +85,6 @@ def _fetched(repository: str, file: str, revision: str | None) -> Path:
     except (OSError, ValueError) as error:
         reason = first_line(error) or type(error).__name__
         raise TargetError(
-            f"{file} of {repository} can't be fetched from the hub: {reason}; check the name, or download it and give "
-            "its path"
+            f"{file} of {repository} can't be downloaded from the hub: {reason}; check the name, or download it and "
+            "give its path"
         ) from None

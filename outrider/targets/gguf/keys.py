@@ -1,4 +1,4 @@
-"""What the keys of a GGUF file say of its architecture, checked: counts, numbers, and what would be ignored."""
+"""The keys of a GGUF file about its architecture, checked: counts, numbers, and keys that would be ignored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from outrider.targets.gguf.reader import shown
 
 MOST = 2**31
-"""Bound on every count."""
+"""Upper bound of every count."""
 NEUTRAL: dict[str, Any] = {
     "attention.causal": True, "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0, "attention.scale": 0.0,
     "attention.sliding_window": 0, "attention.temperature_scale": 0.0, "attn_logit_softcapping": 0.0,
@@ -21,11 +21,11 @@ NEUTRAL: dict[str, Any] = {
 
 
 class Refused(ValueError):
-    """A model that can't be loaded as the file says; the message says what it has, and what works instead."""
+    """A model can't be loaded; the message says why, and what works instead."""
 
 
 class Keys:
-    """The keys of one architecture; remembers which were read."""
+    """The keys of one architecture; records which were read."""
 
     def __init__(self, keys: Mapping[str, Any]):
         self.all = keys
@@ -33,32 +33,32 @@ class Keys:
         self._read: set[str] = set()
 
     def get(self, name: str) -> Any:
-        """What the architecture's key says; None where it is missing."""
+        """The value of the architecture's key; None if missing."""
         self._read.add(name)
         return self.all.get(f"{self.architecture}.{name}")
 
     def count(self, name: str, default: int | None = None) -> int:
-        """A whole number above 0.  Raises Refused for anything else, and for a list of different ones, one a layer."""
+        """A positive integer.  Raises Refused for anything else, and for a list of different values, one per layer."""
         value = self.get(name)
         if isinstance(value, list) and value and all(one == value[0] for one in value):
             value = value[0]
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MOST:
-            raise Refused(f"{self._shown(name, value)}, and not a whole number above 0")
+            raise Refused(f"{self._shown(name, value)}, not a whole number above 0")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number, as it was before it was stored in 32 bits: 1e-05 and not 9.999999747378752e-06."""
+        """A finite number, with the rounding to 32 bits undone: 1e-05, not 9.999999747378752e-06."""
         value = self.get(name)
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise Refused(f"{self._shown(name, value)}, and not a finite number")
+            raise Refused(f"{self._shown(name, value)}, not a finite number")
         return float(f"{value:.7g}")
 
     def refuse_ignored(self) -> None:
-        """Raises Refused for a key that changes what is computed and that nobody has read."""
+        """Raises Refused for a key that changes what is computed but was not read."""
         for name, neutral in NEUTRAL.items():
             value = self.all.get(f"{self.architecture}.{name}", neutral)
             if name not in self._read and value != neutral:

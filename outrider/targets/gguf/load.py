@@ -1,4 +1,4 @@
-"""Load a model from GGUF files, after a look at what is in them and whether it fits into memory."""
+"""Load a model from GGUF files, after checking their contents and the memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 
 
 class LoadedGguf(NamedTuple):
-    """A model that stays in its blocks, and its tokenizer."""
+    """A model whose weights stay quantised, and its tokenizer."""
 
     model: Any
     tokenizer: Any
     why_none: str
-    """Why there is no tokenizer; empty where there is one."""
+    """Why there is no tokenizer; empty if there is one."""
 
 
 class Described(NamedTuple):
@@ -39,7 +39,7 @@ class Described(NamedTuple):
 
 
 def load(name: str, paths: Sequence[Path], activations: Activations = "float32") -> LoadedGguf:
-    """Raises TargetError for files that are damaged, not supported, or larger than the memory that is free."""
+    """Raises TargetError for files that are damaged, not supported, or larger than the free memory."""
     with refusing(name), _without_collections():
         parts = GgufFiles(paths)
         say_what_fits(name, parts, model.config_of(parts))
@@ -48,7 +48,8 @@ def load(name: str, paths: Sequence[Path], activations: Activations = "float32")
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """No search for garbage, which a vocabulary's tuples start several times, over all objects of torch; 0.3 s."""
+    """Disables garbage collection, which a vocabulary's tuples trigger several times over all of torch's objects: 0.3
+    s."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -59,14 +60,14 @@ def _without_collections() -> Iterator[None]:
 
 
 def described(name: str, paths: Sequence[Path]) -> Described:
-    """What a file says; reads no weights.  Raises TargetError."""
+    """Reads no weights.  Raises TargetError."""
     with refusing(name):
         parts = GgufFiles(paths)
         return Described(model.config_of(parts), parts)
 
 
 def read_tokenizer(parts: GgufFiles) -> tuple[Any, str]:
-    """The tokenizer; where there can be none, None and why."""
+    """The tokenizer and ""; if it can't be built, None and the reason."""
     try:
         return tokenizer.of_keys(parts.keys), ""
     except tokenizer.NoTokenizer as error:
@@ -75,7 +76,7 @@ def read_tokenizer(parts: GgufFiles) -> tuple[Any, str]:
 
 @contextmanager
 def refusing(name: str) -> Iterator[None]:
-    """Raises TargetError in place of what reading a file raises."""
+    """Turns errors of reading a file into TargetError."""
     try:
         yield
     except (OSError, Damaged) as error:
@@ -83,19 +84,19 @@ def refusing(name: str) -> Iterator[None]:
         raise TargetError(f"target {name!r} can't be read: {reason}; copy or download it again") from None
     except Refused as error:
         raise TargetError(
-            f"can't load target {name!r}: {error}; take another file of the model, or its checkpoint in safetensors"
+            f"can't load target {name!r}: {error}; use another file of the model, or its safetensors checkpoint"
         ) from None
 
 
 def say_what_fits(name: str, parts: GgufFiles, config: Any) -> None:
-    """One line with what the weights take, what is free, and how long texts may be beside them.
+    """Log the size of the weights, the free memory, and how long texts can be.
 
-    A warning where that is less than the model's context.  Raises TargetError where not even the weights fit.
+    A warning if that is less than the model's context.  Raises TargetError if not even the weights fit.
     """
     free, weights, context = machine.free_memory(), parts.weight_bytes, config.max_position_embeddings
     if weights > free:
         raise TargetError(
-            f"target {name!r} takes {_gb(weights)} of memory, and {_gb(free)} are free; take a file with fewer bits "
+            f"target {name!r} takes {_gb(weights)} of memory, and {_gb(free)} are free; use a file with fewer bits "
             "per weight, or a smaller model"
         )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -110,7 +111,7 @@ def say_what_fits(name: str, parts: GgufFiles, config: Any) -> None:
 
 
 def kinds(parts: GgufFiles) -> str:
-    """The types of its matrices, by bytes, such as `q4_1 and q8_0`."""
+    """The types of its matrices, largest share first, such as `q4_1 and q8_0`."""
     sizes: Counter[str] = Counter()
     for info in parts.tensors.values():
         if len(info.shape) > 1:

@@ -1,7 +1,7 @@
 """A transformers model whose matrices stay in the blocks of a GGUF file.
 
-The class is built without values; then one tensor after the other is read, repacked and put in its place, so that
-memory holds the file once and one matrix of it twice.
+The model is built without values; then each tensor is read, repacked and put in its place, so that memory holds the
+file once and only one matrix of it twice.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BROKEN = (
     ValueError,
     ZeroDivisionError,
 )
-"""What classes of transformers raise for sizes that they did not expect."""
+"""What transformers' classes raise for unexpected sizes."""
 FACTORS = (rotary.DIVISORS, rotary.SHORT, rotary.LONG)
 HEAD = WHOLE["output"]
 
@@ -41,7 +41,7 @@ class GgufFiles:
     """The files of one model: its keys, and the bytes of its tensors."""
 
     def __init__(self, paths: Sequence[Path]):
-        """Raises Damaged for files that do not belong together, or hold a tensor twice; OSError."""
+        """Raises Damaged for files that don't belong together or contain a tensor twice; OSError."""
         headers = [reader.read_header(path) for path in paths]
         self.paths, self.keys = tuple(paths), headers[0].keys
         self.tensors: dict[str, Info] = {}
@@ -57,7 +57,7 @@ class GgufFiles:
             self._place |= dict.fromkeys(header.tensors, path)
         expected = self.keys.get("split.tensors.count", len(self.tensors))
         if len(paths) > 1 and expected != len(self.tensors):
-            raise Damaged(f"its files have {len(self.tensors)} tensors, and announce {shown(str(expected))}")
+            raise Damaged(f"its files have {len(self.tensors)} tensors, but announce {shown(str(expected))}")
 
     @property
     def weight_bytes(self) -> int:
@@ -65,7 +65,7 @@ class GgufFiles:
         return sum(info.size for info in self.tensors.values())
 
     def factors(self, name: str) -> list[float] | None:
-        """The numbers of a vector; None where there is none.  Raises Refused for one that is no vector of floats."""
+        """The values of a vector; None if missing.  Raises Refused if it is not a vector of floats."""
         if name not in self.tensors:
             return None
         with reader.opened(self._place[name]) as file:
@@ -73,8 +73,8 @@ class GgufFiles:
         return numbers
 
     def in_order(self, names: Sequence[str], stack: ExitStack) -> list[tuple[str, Info, BinaryIO]]:
-        """All tensors with their open files: vectors, which are small, first, then matrices in the order of these names
-        without ending, so that those that are multiplied together lie together."""
+        """All tensors with their open files: the small vectors first, then matrices in the order of these names without
+        suffix, so that matrices that are multiplied together are adjacent in memory."""
         files = {path: stack.enter_context(reader.opened(path)) for path in self.paths}
         rank = {name: i for i, name in enumerate(names)}
         order = sorted(self.tensors, key=lambda name: (len(self.tensors[name].shape), rank.get(stem_of(name), -1)))
@@ -97,7 +97,7 @@ def config_of(parts: GgufFiles) -> Any:
     }
     tokens = parts.keys.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and len(tokens) > fields["vocab_size"]:
-        raise Refused(f"it has {len(tokens)} tokens, and {fields['vocab_size']} rows of an embedding")
+        raise Refused(f"it has {len(tokens)} tokens, but {fields['vocab_size']} rows in its embedding")
     with _refusing():
         return AutoConfig.for_model(**fields, **special, dtype=torch.float32)
 
@@ -109,7 +109,7 @@ def _without_values(config: Any) -> Any:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Raises Refused for sizes that transformers can't build a model of."""
+    """Turns errors of transformers for its sizes into Refused."""
     try:
         yield
     except BROKEN as error:
@@ -118,7 +118,7 @@ def _refusing() -> Iterator[None]:
 
 
 def build(parts: GgufFiles, activations: Activations = "float32") -> PreTrainedModel:
-    """The model.  Raises Refused for what is not supported, Damaged for a file that is cut meanwhile; OSError."""
+    """The model.  Raises Refused if it is not supported, Damaged for a file that is truncated meanwhile; OSError."""
     config, arch = config_of(parts), architectures.architecture(Keys(parts.keys))
     model: Any = _without_values(config)
     names = arch.names(config.num_hidden_layers)
@@ -144,7 +144,7 @@ def build(parts: GgufFiles, activations: Activations = "float32") -> PreTrainedM
 
 
 def _check(tensors: Mapping[str, Info], names: Mapping[str, str], model: nn.Module, is_tied: bool) -> None:
-    """Raises Refused unless the file has exactly the model's weights, of its shapes, in types that can be read."""
+    """Raises Refused unless the file has exactly the model's weights, with its shapes, in readable types."""
     expected = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     if is_tied:
         expected.pop(f"{HEAD}.weight", None)
@@ -153,9 +153,9 @@ def _check(tensors: Mapping[str, Info], names: Mapping[str, str], model: nn.Modu
             continue
         shape = expected.pop(f"{names.get(stem_of(name))}.{name.rpartition('.')[2]}", None)
         if shape is None:
-            raise Refused(f"it has the tensor {shown(name)}, which {type(model).__name__} has no place for")
+            raise Refused(f"it has the tensor {shown(name)}, which {type(model).__name__} does not have")
         if shape != info.shape:
-            raise Refused(f"it has {shown(name)} with shape {info.shape}, and its keys ask for {shape}")
+            raise Refused(f"it has {shown(name)} with shape {info.shape}, but its keys require {shape}")
         if info.kind not in BLOCKS:
             raise Refused(f"it has {shown(name)} in {info.kind}, which is not supported; use {', '.join(BLOCKS)}")
     if expected:
@@ -173,7 +173,7 @@ def _vector(name: str, info: Info, file: BinaryIO) -> Tensor:
 
 
 def _whole_vector(name: str, info: Info, file: BinaryIO, arch: Architecture, config: Any) -> Tensor:
-    """As the class has it: without what was added, in its order."""
+    """In the class's order, without the converter's addition."""
     vector = _vector(name, info, file)
     if name.endswith("norm.weight"):
         return vector - arch.added_to_norms if arch.added_to_norms else vector
@@ -197,18 +197,18 @@ def _matrix(name: str, info: Info, file: BinaryIO, arch: Architecture, config: A
 
 
 def _ordered(name: str, rows: Tensor, arch: Architecture, config: Any) -> Tensor:
-    """Rows of queries and keys of neighbouring pairs as rows of two halves; blocks stay whole."""
+    """Queries and keys with rows for rotating halves instead of adjacent pairs; whole rows of blocks are moved."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
     if heads is None or not arch.rotates_pairs:
         return rows
     order = torch.arange(len(rows)).view(heads, -1, 2).transpose(1, 2).flatten()
-    return torch.from_numpy(rows.numpy()[order.numpy()])  # whole rows at once, unlike torch with bytes
+    return torch.from_numpy(rows.numpy()[order.numpy()])  # numpy copies whole rows, torch single bytes
 
 
 def _set_matrix(
     model: nn.Module, path: str, blocks: Tensor, info: Info, vectors: Mapping[str, Tensor], activations: Activations
 ) -> None:
-    """Put a matrix in its place: float32 in torch's own module, all else in one that reads blocks."""
+    """Put a matrix in its place: float32 in torch's own module, all others in one that reads blocks."""
     module, bias = model.get_submodule(path), vectors.get(path)
     if isinstance(module, nn.Embedding):
         _set_embedding(model, path, blocks, info, activations)
@@ -222,9 +222,9 @@ def _set_matrix(
 
 
 def _set_embedding(model: Any, path: str, blocks: Tensor, info: Info, activations: Activations) -> None:
-    """The embedding, and the head where it is tied to it: their blocks are in memory once."""
+    """The embedding, and a head tied to it, whose blocks are then in memory once."""
     module, is_tied, columns = model.get_submodule(path), model.config.tie_word_embeddings, info.shape[1]
-    # Gemma 3 has a class of its own, which multiplies what it looked up
+    # Gemma 3's own embedding class scales its output
     scale = float(columns**0.5) if hasattr(module, "embed_scale") else 1.0
     if info.kind == "F32" and scale == 1.0:
         module.weight = _parameter(dequantized("F32", blocks, columns))
@@ -243,11 +243,11 @@ def _parameter(values: Tensor) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=False)
 
 
-# ── what is computed ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── computed buffers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _compute_buffers(model: nn.Module, config: Any) -> None:
-    """Rotary frequencies, which were built without values, again with them."""
+    """Rebuild modules with computed buffers, such as rotary frequencies, with values."""
     for name, module in list(model.named_modules()):
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             made: Any = type(module)

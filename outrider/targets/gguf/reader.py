@@ -1,7 +1,7 @@
-"""Read a GGUF file: every length in it is checked against the file before memory is taken for it.
+"""Reads GGUF files; every length in a file is checked against its size before memory is allocated.
 
-Nothing is mapped: a file that is cut while it is read ends in an error, and not in a signal that kills the process.
-Knows no architecture, and is independent of llama.cpp's library.
+Files are not memory-mapped: if a file is truncated while it is read, that is an error, not a signal that kills the
+process.  Independent of architectures and of llama.cpp's library.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
-"""Number of a type of value to its code in `struct`."""
+"""Type numbers of values to codes of `struct`."""
 STRING, ARRAY = 8, 9
 MOST_DIMENSIONS = 4
 MOST_KEYS, MOST_TENSORS = 2**16, 2**17
 MOST_VALUES = 2**23
-"""Values of all keys together: several vocabularies.  A list takes many times the bytes that its numbers have in a
-file."""
+"""Values of all keys together, enough for several vocabularies.  A list takes many times the bytes of its numbers in
+the file."""
 MOST_TEXT = 2**24
 """Bytes of one text, such as a chat template."""
 SHOWN = 80
-"""Most characters of a name from a file that an error repeats."""
+"""Most characters of a name from a file in an error message."""
 
 
 class Damaged(ValueError):
-    """A file is not GGUF, or is cut or wrong; the message goes on after `it can't be read: `."""
+    """A file is not GGUF, or is truncated or invalid; the message follows `it can't be read: `."""
 
 
 class Info(NamedTuple):
     """Where a tensor is in its file."""
 
     shape: tuple[int, ...]
-    """As torch has it, rows first."""
+    """As in torch, rows first."""
     type: int
     """ggml's number, see `kernels.blocks`."""
     offset: int
     """Bytes from the beginning of the file."""
     size: int
-    """Bytes; 0 for a type that is unknown here."""
+    """Bytes; 0 for an unknown type."""
 
     @property
     def kind(self) -> str:
@@ -62,34 +62,34 @@ class Info(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says before its tensors' numbers."""
+    """The keys and tensors of a file."""
 
     keys: dict[str, Any]
     tensors: dict[str, Info]
 
 
 def shown(name: str) -> str:
-    """A name from a file as an error may repeat it: no control characters, not endless."""
+    """A name from a file for an error message: without control characters, and shortened."""
     text = ascii(name)[1:-1]
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 def read_header(path: Path) -> Header:
-    """Keys, and where the tensors are.  Raises Damaged for a file that is not GGUF, or is cut or wrong; OSError."""
+    """Keys, and where the tensors are.  Raises Damaged for a file that is not GGUF, truncated or invalid; OSError."""
     about = path.stat()
     if not stat.S_ISREG(about.st_mode):
         raise Damaged("it is not a regular file")
     return _header(path, about.st_mtime_ns, about.st_size)
 
 
-@functools.lru_cache(maxsize=2)  # a vocabulary of 150,000 tokens takes half a second, and is asked for several times
+@functools.lru_cache(maxsize=2)  # a vocabulary of 150,000 tokens takes half a second, and is read several times
 def _header(path: Path, _changed: int, size: int) -> Header:
     with opened(path) as file:
         return _Cursor(file, size).header()
 
 
 def opened(path: Path) -> BinaryIO:
-    """The file, if it still is a regular one: opening a pipe that took its place must not wait for a writer."""
+    """Opens a regular file, without blocking if a pipe has taken its place."""
     file = os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -98,7 +98,7 @@ def opened(path: Path) -> BinaryIO:
 
 
 def read_bytes(file: BinaryIO, info: Info) -> Tensor:
-    """A tensor's bytes, uint8 [n].  Raises Damaged where the file has become shorter."""
+    """A tensor's bytes, uint8 [n].  Raises Damaged if the file has become shorter."""
     data = torch.empty(info.size, dtype=torch.uint8)
     view, at = memoryview(data.numpy()), 0  # type: ignore[arg-type]
     file.seek(info.offset)
@@ -111,7 +111,7 @@ def read_bytes(file: BinaryIO, info: Info) -> Tensor:
 
 
 class _Cursor:
-    """Reads a file from the front; Damaged for what lies beyond its end."""
+    """Reads a file from the start; Damaged for anything beyond its end."""
 
     def __init__(self, file: BinaryIO, size: int):
         self.file, self.size, self.left, self.values = file, size, size, MOST_VALUES
@@ -159,7 +159,7 @@ class _Cursor:
         return list(struct.unpack(f"<{count}{code}", self.take(count * struct.calcsize(f"<{code}"))))
 
     def check(self, count: int, size: int) -> None:
-        """Damaged where so many of at least this size are more than what is left of the file."""
+        """Raises Damaged if this many values of at least this size don't fit in the rest of the file."""
         if count * size > self.left:
             raise Damaged(f"it announces {count} values, more than it has bytes")
 
@@ -189,21 +189,21 @@ class _Cursor:
         return Header(keys, self.placed(tensors, _alignment(keys)))
 
     def fresh(self, names: Mapping[str, Any]) -> str:
-        """A name that was not there before."""
+        """The next name, which must be new."""
         name = self.text()
         if name in names:
-            raise Damaged(f"{shown(name)} is there twice")
+            raise Damaged(f"{shown(name)} occurs twice")
         return name
 
     def named(self, name: str, read: Any) -> Any:
-        """What is read next; an error says of which key or tensor."""
+        """The next value; errors name its key or tensor."""
         try:
             return read()
         except Damaged as error:
             raise Damaged(f"{error}, in {shown(name)}") from None
 
     def info(self) -> Info:
-        """A tensor whose offset still counts from the first one's."""
+        """A tensor, with an offset relative to the first one."""
         dimensions = self.number("I")
         if not 1 <= dimensions <= MOST_DIMENSIONS:
             raise Damaged(f"a tensor has {dimensions} dimensions")
@@ -215,15 +215,16 @@ class _Cursor:
         if ggml_type is None:
             return Info(shape, type, offset, 0)
         if shape[-1] % ggml_type.values:
-            raise Damaged(f"a tensor {shape} in {ggml_type.name} has rows that are no whole number of blocks")
+            raise Damaged(f"a tensor {shape} in {ggml_type.name} has rows that are not a whole number of blocks")
         return Info(shape, type, offset, math.prod(shape) // ggml_type.values * ggml_type.bytes)
 
     def placed(self, tensors: Mapping[str, Info], alignment: int) -> dict[str, Info]:
-        """The tensors with offsets from the file's beginning; each lies within the file, and none within another."""
+        """The tensors with offsets from the start of the file.  Raises Damaged if one is outside the file or overlaps
+        another."""
         begin = -(-(self.size - self.left) // alignment) * alignment
         for name, info in tensors.items():
             if info.offset % alignment:
-                raise Damaged(f"{shown(name)} begins at {info.offset}, which is no multiple of {alignment}")
+                raise Damaged(f"{shown(name)} begins at {info.offset}, which is not a multiple of {alignment}")
             if info.offset + info.size > self.size - begin:
                 raise Damaged(f"it ends within {shown(name)}")
         order = sorted(tensors, key=lambda name: tensors[name].offset)
@@ -242,5 +243,5 @@ def _code(kind: int) -> str:
 def _alignment(keys: Mapping[str, Any]) -> int:
     alignment = keys.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
-        raise Damaged(f"general.alignment is {shown(str(alignment))}, and not a power of two up to {2**20}")
+        raise Damaged(f"general.alignment is {shown(str(alignment))}, not a power of two up to {2**20}")
     return alignment

@@ -1,7 +1,7 @@
-"""Rotary positions as a GGUF file says them, in the words of a transformers config.
+"""Rotary positions of a GGUF file as rope_parameters of a transformers config.
 
-llama3's scaling is stored as a divisor for each frequency; the numbers that it was made from are found again, and must
-give the same divisors.
+llama3's scaling is stored as a divisor for each frequency; its parameters are recovered from these, and must reproduce
+them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 from outrider.targets.gguf.keys import Keys, Refused
 
 Factors = Callable[[str], list[float] | None]
-"""Gives the numbers of a vector of the file by its name; None where there is none."""
+"""Returns the values of a vector of the file by its name; None if missing."""
 DIVISORS = "rope_freqs.weight"
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 PUBLISHED = {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Of every Llama 3, where too few frequencies lie between the ends to tell."""
+"""Parameters of every Llama 3, if too few frequencies are between the limits to determine them."""
 CLOSE = 1e-3
-"""Relative difference of divisors that were stored in 32 bits from those of the numbers that they were made from."""
+"""Relative tolerance between stored divisors, in 32 bits, and those of the recovered parameters."""
 
 
 def parameters(keys: Keys, head_dim: int, factors: Factors) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _longrope(keys: Keys, head_dim: int, factors: Factors) -> dict[str, Any]:
     rotated = keys.count("rope.dimension_count", head_dim)
     long, short = factors(LONG), factors(SHORT)
     if long is None or short is None or len(long) != rotated // 2 or len(short) != rotated // 2:
-        raise Refused(f"its {SHORT} and {LONG} must have {rotated // 2} numbers each")
+        raise Refused(f"its {SHORT} and {LONG} must have {rotated // 2} values each")
     scaling = {
         "rope_type": "longrope", "short_factor": short, "long_factor": long,
         "original_max_position_embeddings": keys.count("rope.scaling.original_context_length"),
@@ -74,10 +74,10 @@ def _longrope(keys: Keys, head_dim: int, factors: Factors) -> dict[str, Any]:
 
 
 def _llama3(divisors: Sequence[float], theta: float) -> dict[str, Any]:
-    """The numbers of llama3's scaling, with which these divisors come out again.
+    """The parameters of llama3's scaling that produce these divisors.
 
-    Between the frequencies that stay and those that are divided by the factor, the reciprocal of the divisor is a line
-    over the frequency; two points of it give the other two numbers.
+    Between the frequencies that stay and those that are divided by the factor, the reciprocal of the divisor is linear
+    in the frequency; two points determine the other two parameters.
     """
     waves = [2 * math.pi * theta ** (2 * i / (2 * len(divisors))) for i in range(len(divisors))]
     factor = float(f"{max(divisors):.6g}")
@@ -92,8 +92,8 @@ def _llama3(divisors: Sequence[float], theta: float) -> dict[str, Any]:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> dict[str, Any] | None:
-    """The numbers of a line through the outermost points, with 1 for the low factor, since they are known up to a
-    common factor; None where points are missing or are on no such line."""
+    """The parameters of a line through the outermost points, with a low factor of 1, since they are determined up to a
+    common factor; None if there are too few points or no such line."""
     if len(points) < 2:
         return None
     (first, low), (last, high) = points[0], points[-1]

@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file: byte-level BPE built from tokens and merges; SentencePiece's by transformers.
+"""The tokenizer of a GGUF file: byte-level BPE, built from tokens and merges; SentencePiece is built by transformers.
 
-llama.cpp names how a vocabulary splits texts before its merges; a name that is not known here leaves the target without
-a tokenizer, since wrong splits give wrong ids without a sign.
+llama.cpp names how a vocabulary splits texts before its merges.  A target with an unknown name gets no tokenizer, since
+wrong splits would silently give wrong ids.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ PATTERNS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4"), GPT4O), "tekken": TEKKEN,
 }  # fmt: skip
-"""llama.cpp's names of splits to their patterns."""
+"""llama.cpp's names of splits, and their patterns."""
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "tekken", "gpt-4o", "llama4")
-"""Splits whose vocabularies take a word that is a token as that token, whatever the merges say."""
+"""Splits for which a word that is a token is encoded as that token, whatever the merges say."""
 DIGITS = ("smollm", "starcoder", "refact", "command-r", "granite", "exaone")
-"""Splits that take digits one by one, and are GPT-2's otherwise."""
+"""Splits that separate all digits, and are otherwise GPT-2's."""
 GPT2 = ("gpt-2", "gpt2", "jina-en", "phi-2", "roberta-bpe")
 SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 """llama.cpp's names of special tokens to transformers'."""
@@ -42,7 +42,7 @@ ENDS = ("eos", "eot", "eom")
 
 
 class NoTokenizer(ValueError):
-    """Texts can't be tokenised as the file says; the message says why."""
+    """The tokenizer can't be built; the message says why."""
 
 
 def ends(keys: Mapping[str, Any]) -> list[int]:
@@ -52,7 +52,7 @@ def ends(keys: Mapping[str, Any]) -> list[int]:
 
 
 def special_ids(keys: Mapping[str, Any]) -> dict[str, int | None]:
-    """Ids for a config: where a text begins, and what pads."""
+    """Ids of beginning and padding for a config."""
     return {"bos_token_id": _id(keys, "bos"), "pad_token_id": _id(keys, "padding")}
 
 
@@ -63,7 +63,7 @@ def of_keys(keys: Mapping[str, Any]) -> PreTrainedTokenizerFast:
         raise NoTokenizer("it has no list of tokens")
     kinds = keys.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
-        raise NoTokenizer("its lists of tokens and of their kinds differ in length")
+        raise NoTokenizer("its lists of tokens and of their types differ in length")
     if kind == "gpt2":
         backend = _byte_level(keys, tokens, kinds)
     elif kind == "llama":
@@ -76,7 +76,7 @@ def of_keys(keys: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     template = keys.get("tokenizer.chat_template")
     special = {f"{name}_token": token for name, token in names.items() if token is not None}
     made: Any = PreTrainedTokenizerFast.__new__(PreTrainedTokenizerFast)
-    made._tokenizer = backend  # as classes with a backend of their own do; one that is handed over would be copied
+    made._tokenizer = backend  # as classes with their own backend do; one passed as an argument would be copied
     made.__init__(
         clean_up_tokenization_spaces=False, chat_template=template if isinstance(template, str) else None, **special
     )
@@ -101,7 +101,7 @@ def _byte_level(keys: Mapping[str, Any], tokens: list[str], kinds: list[int]) ->
 
 
 def _splits(name: Any) -> list[Any]:
-    """What cuts a text before the merges.  Raises NoTokenizer for a name that is not known."""
+    """The pre-tokenizers.  Raises NoTokenizer for an unknown name."""
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if name in DIGITS:
         return [pre_tokenizers.Digits(individual_digits=True), whole]
@@ -109,7 +109,7 @@ def _splits(name: Any) -> list[Any]:
         return [whole]
     if name not in PATTERNS:
         supported = ", ".join((*PATTERNS, *DIGITS, *GPT2))
-        raise NoTokenizer(f"it splits texts as {shown(str(name))}, which is not known here; known are {supported}")
+        raise NoTokenizer(f"it splits texts as {shown(str(name))}, which is not supported; supported are {supported}")
     cut = pre_tokenizers.Split(Regex(PATTERNS[name]), behavior="isolated")
     return [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
 
@@ -124,7 +124,7 @@ def _sentencepiece(keys: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     try:
         build = select_tokenizer_builder(str(keys.get("general.architecture")), "llama")
         made: Tokenizer = build({"tokens": tokens, "scores": scores}).backend_tokenizer
-    except Exception as error:  # whatever transformers meets in lists that it did not expect
+    except Exception as error:  # transformers does not check these lists
         raise NoTokenizer(f"transformers can't build its tokenizer: {error}") from None
     if keys.get("tokenizer.ggml.add_space_prefix") is False:
         made.pre_tokenizer, made.normalizer = _without_prefix(made)
@@ -132,7 +132,7 @@ def _sentencepiece(keys: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
 
 
 def _without_prefix(made: Tokenizer) -> tuple[Any, Any]:
-    """Its pre-tokenizer and normaliser, without a space before a text."""
+    """Its pre-tokenizer and normaliser, without a space before the text."""
     before = made.pre_tokenizer
     if isinstance(before, pre_tokenizers.Metaspace):
         before.prepend_scheme = "never"
@@ -140,7 +140,7 @@ def _without_prefix(made: Tokenizer) -> tuple[Any, Any]:
 
 
 def _add(backend: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
-    """Tokens that are taken whole wherever they stand."""
+    """Add the tokens that are matched whole anywhere in a text."""
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
     plain = [token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
@@ -148,7 +148,7 @@ def _add(backend: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
 
 
 def _frame(backend: Tokenizer, keys: Mapping[str, Any], names: Mapping[str, str | None], kind: str) -> None:
-    """What is put before and after a text."""
+    """Set the tokens before and after a text."""
     begins, ends_too = (
         keys.get("tokenizer.ggml.add_bos_token", kind == "llama"),
         keys.get("tokenizer.ggml.add_eos_token"),
@@ -164,7 +164,7 @@ def _frame(backend: Tokenizer, keys: Mapping[str, Any], names: Mapping[str, str 
 
 
 def _id(keys: Mapping[str, Any], name: str) -> int | None:
-    """The id of a special token; None where the file names none that is in its vocabulary."""
+    """The id of a special token; None if the file names none within its vocabulary."""
     number, tokens = keys.get(f"tokenizer.ggml.{name}_token_id"), keys.get("tokenizer.ggml.tokens")
     if isinstance(number, bool) or not isinstance(number, int) or not isinstance(tokens, list):
         return None

@@ -1,1 +1,1 @@
-"""Causal LMs of transformers as targets: what a family needs, read off its modules and tried on text."""
+"""transformers' causal LMs as targets: what a family needs is read from its modules and tested on text."""

@@ -1,5 +1,4 @@
-"""The parts of a model: its sizes, its trunk, its layers, its output layer, and what it does to embeddings and
-logits."""
+"""The parts of a model: its sizes, trunk, layers and output layer, and what it does to embeddings and logits."""
 
 from __future__ import annotations
 
@@ -18,17 +17,16 @@ from outrider.targets.hf import hooks
 from outrider.targets.parallel import spread
 
 ARGUMENTS = ("past_key_values", "cache_params", "cache")
-"""Names under which families take a cache: the first two up to transformers 5.23, the third since."""
+"""Names of the cache argument: the first two up to transformers 5.23, the third since."""
 BROKEN = (AssertionError, AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
-"""What a family raises that can't be built, or can't do what it was asked for."""
+"""What a family raises if it can't be built or can't do something."""
 UNBOUNDED = 2**20
-"""Context of a family that names none: its positions are a bias or a state."""
+"""Context of a family without a limit, whose positions are a bias or a state."""
 CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "max_target_positions")
 
 
 def sizes(model: PreTrainedModel) -> tuple[int, int, int]:
-    """Layers, hidden size and context of the part that reads text.  Raises TargetError where the config names no
-    layers."""
+    """Layers, hidden size and context of the part that reads text.  Raises TargetError if the config has none."""
     config = model.config.get_text_config(decoder=True)
     layers, hidden = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
     if not isinstance(layers, int) or not isinstance(hidden, int):
@@ -36,37 +34,37 @@ def sizes(model: PreTrainedModel) -> tuple[int, int, int]:
             f"{type(model).__name__}: its {type(config).__name__} has no num_hidden_layers or no hidden_size; use "
             "transformers' own generate for it"
         )
-    # some configs say -1: there is no last position
+    # some configs say -1 for no limit
     contexts = [value for name in CONTEXTS if isinstance(value := getattr(config, name, None), int) and value > 0]
     context = contexts[0] if contexts else UNBOUNDED
     rope = getattr(config, "rope_parameters", None) or {}
-    if "dynamic" in str(rope.get("rope_type")):  # the config then names the context of the first training
+    if "dynamic" in str(rope.get("rope_type")):  # the config then has the context of pretraining
         context = int(context * rope["factor"])
     return layers, hidden, context
 
 
 def trunk(model: PreTrainedModel) -> nn.Module:
-    """The model without its output layer; some families name it otherwise than they declare."""
+    """The model without its output layer; some families name it differently from what they declare."""
     base = model.base_model
     if base is not model:
         return base
     if hasattr(model, "model"):
         return model.model
     part = model.get_decoder()
-    # models that read images may hold a whole causal LM
+    # models that read images may contain a whole causal LM
     return trunk(part) if part is not model and part.get_output_embeddings() is not None else part
 
 
 def output_layer(model: PreTrainedModel) -> Any:
-    """The module that turns hidden states into logits; where the model names none, that of a causal LM within it."""
+    """The module that turns hidden states into logits; if the model names none, that of a causal LM within it."""
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     return next((head for part in parts if (head := part.get_output_embeddings()) is not None), None)
 
 
 def head_transform(raw: Tensor, logits: Tensor, config: Any) -> Callable[[Tensor], Tensor] | None:
-    """What the family does to the output layer's values: nothing, a factor or a soft cap; None for anything else."""
+    """What the family does to the output layer's values: nothing, a factor or a soft cap; None if it is unknown."""
     cap = getattr(config, "final_logit_softcapping", None)
-    # some families return logits of another type than the layer's
+    # some families return logits in another dtype than the layer's
     if cap and torch.allclose((cap * torch.tanh(raw / cap)).double(), logits.double(), rtol=1e-3, atol=1e-5):
         return lambda values: cap * torch.tanh(values / cap)
     scale = _ratio(raw, logits)
@@ -76,7 +74,7 @@ def head_transform(raw: Tensor, logits: Tensor, config: Any) -> Callable[[Tensor
 
 
 def _ratio(before: Tensor, after: Tensor) -> float | None:
-    """The factor between two tensors, if it is one factor."""
+    """The factor between two tensors; None if it is not constant."""
     if before.shape != after.shape:
         return None
     before, after = before.double(), after.double()
@@ -86,7 +84,7 @@ def _ratio(before: Tensor, after: Tensor) -> float | None:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers that a pass over text runs, in order.  Raises TargetError where it finds no list of them."""
+    """The layers that a pass over text runs, in order.  Raises TargetError if no list of them is found."""
     count, _, _ = sizes(model)
     # the text part first: a vision tower may have as many layers
     parts = (module for part in (model.get_decoder(), trunk(model)) for module in part.modules())
@@ -94,7 +92,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     for layers in lists:
         if len(lists) == 1 or _reads_text(model, layers[0]):
             return layers
-    # a layer of some families is two of those that a config counts
+    # in some families a layer is two of those that the config counts
     declared: Any = getattr(model.get_decoder(), "layers", None)
     if isinstance(declared, nn.ModuleList):
         return declared
@@ -118,10 +116,7 @@ def _reads_text(model: PreTrainedModel, layer: nn.Module) -> bool:
 @torch.inference_mode()
 def what_ends_do(target: Any, text: list[int]) -> tuple[float, Callable[[Tensor], Tensor], Tensor]:
     """The factor on embeddings before the first layer, the transform of the output layer's values, and the logits [S,
-    V].
-
-    target: a TransformersTarget whose parts are found.
-    """
+    V].  target: a TransformersTarget whose parts are known."""
     tokens = torch.tensor([text], device=target.device)
     words: list[Tensor] = []
     record = hooks.of_this_thread(
@@ -133,32 +128,30 @@ def what_ends_do(target: Any, text: list[int]) -> tuple[float, Callable[[Tensor]
     hook.remove()
     if not bool((logits < torch.inf).all()):
         raise TargetError(
-            f"{target.spec.name}'s logits hold NaN or infinity; load it in float32 or bfloat16, since float16 "
-            "overflows, and "
-            "look for weights that are not finite"
+            f"{target.spec.name}'s logits contain NaN or infinity; load it in float32 or bfloat16, since float16 "
+            "overflows, and check for weights that are not finite"
         )
     finish = head_transform(
         target._head.forward(caught[target._model_head]), logits, target.model.config.get_text_config()
     )
     if finish is None:
         logging.getLogger(__name__).warning(
-            "%s changes its logits after the output layer in a way that is not known here: drafters that use the "
-            "target's "
-            "head guess worse; the output is the target's all the same", target.spec.name,
+            "%s changes its logits after the output layer in an unknown way: drafters that use the target's head guess "
+            "worse; the output is still the target's", target.spec.name,
         )  # fmt: skip
     scale = _ratio(target._embedding(tokens), words[0])  # None where they differ by more than a factor
     return 1.0 if scale is None else scale, finish or (lambda values: values), logits[0]
 
 
 class PartialHead(nn.Module):
-    """An output layer over some of its tokens: copies of their rows, frozen, and what the family does to logits."""
+    """An output layer over some of its tokens: frozen copies of their rows, and what the family does to logits."""
 
     def __init__(
         self, rows: Tensor, bias: Tensor | None, finish: Callable[[Tensor], Tensor], dtype: torch.dtype
     ):  # fmt: skip
         """rows [n, H], bias [n]."""
         super().__init__()
-        # without drawing weights: it may be made in the middle of a training, whose random state counts
+        # without initialising weights: training may be in progress, whose random state must not change
         layer: Any = nn.utils.skip_init(
             nn.Linear, rows.shape[1], len(rows), bias=bias is not None, device=rows.device, dtype=dtype
         )
@@ -174,7 +167,7 @@ class PartialHead(nn.Module):
 
 
 def copied(module: nn.Module, device: torch.device) -> Any:
-    """A module without children, on another device; without hooks and packed weights."""
+    """A copy of a module without children on another device, without hooks and packed weights."""
     there = copy.copy(module)
     there.__dict__.pop("forward", None)
     there._forward_pre_hooks = OrderedDict()
@@ -187,15 +180,15 @@ def copied(module: nn.Module, device: torch.device) -> Any:
 
 
 def cache_argument(taken: Container[str]) -> str:
-    """The first of ARGUMENTS that is in `taken`; the newest where none is."""
+    """The first of ARGUMENTS that is in `taken`; the newest if none is."""
     return next((name for name in ARGUMENTS if name in taken), ARGUMENTS[-1])
 
 
 @torch.inference_mode()
 def final_norm(target: Any, text: list[int]) -> nn.Module:
-    """The module between the last layer and the output layer; an identity where there is none.
+    """The module between the last layer and the output layer; an identity if there is none.
 
-    target: a TransformersTarget.  Raises TargetError where no module gives what the target's own passes give.
+    target: a TransformersTarget.  Raises TargetError if no module reproduces the target's own passes.
     """
     hidden, taps = target.read(torch.tensor([text], device=target.device), (target.spec.layers - 1,))
     last = taps[:, :, 0]
@@ -215,6 +208,6 @@ def final_norm(target: Any, text: list[int]) -> nn.Module:
         ):
             return module
     raise TargetError(
-        f"{target.spec.name} has no module that makes its final states of those of its last layer, so an engine's "
+        f"{target.spec.name} has no module that turns the states of its last layer into its final ones, so an engine's "
         "states can't be used; set prepare.features to live or cached"
     )

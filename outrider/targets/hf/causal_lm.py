@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM that is to be trained as a drafter: made or loaded, its shape, and what its passes do.
+"""A Hugging Face causal LM to be trained as a drafter: created or loaded, its shape, and its passes.
 
 B rows, S tokens, H hidden size.
 """
@@ -27,12 +27,12 @@ from outrider.targets.protocol import Target
 
 
 def folder(model: str) -> str:
-    """Folder or Hugging Face id of a model; `demo` is the one that ships with Outrider."""
+    """Folder or Hugging Face id of a model; `demo` is part of Outrider."""
     return str(demo.SMALL_MODEL) if model == "demo" else catalog.checkpoint(model)
 
 
 def to_train(name: str, target: Target, architecture: dict[str, Any] | None, new: dict[str, Any] | None) -> Any:
-    """The language model in float32: of a checkpoint's shape, of the new sizes asked for, or the one that is named."""
+    """The language model in float32: new with this architecture or these sizes, or the named checkpoint."""
     if architecture is not None:
         lm = untrained(AutoConfig.for_model(**architecture))
     elif new is not None:
@@ -53,7 +53,7 @@ def qwen3(
     rope_theta: float,
     tied: bool,
 ) -> Qwen3Config:  # fmt: skip
-    """A Qwen3 of these sizes, of the target's vocabulary and context.  tied: one matrix is embedding and head."""
+    """A Qwen3 of these sizes with the target's vocabulary and context.  tied: embedding and head share one matrix."""
     if heads % kv_heads:
         raise DrafterError(
             f"small_model.new: heads {heads} is not a multiple of kv_heads {kv_heads}; choose one that is"
@@ -69,18 +69,18 @@ def qwen3(
 
 
 def named(name: str, target: Target) -> Any:
-    """The language model of this folder or id, in float32.  Raises DrafterError where its tokenizer is not the
+    """The language model of this folder or id, in float32.  Raises DrafterError for another tokenizer than the
     target's."""
     name = folder(name)
     if locate(name) is not None:
         raise DrafterError(
-            f"small_model.model {name!r} is a GGUF file, whose weights can't be trained; give the model's checkpoint "
-            "in safetensors"
+            f"small_model.model {name!r} is a GGUF file, whose weights can't be trained; use the model's safetensors "
+            "checkpoint"
         )
     try:
         with no_bars():
             lm = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    except Exception as error:  # a checkpoint is others' work, and each family fails in its own way
+    except Exception as error:  # every family fails in its own way
         raise DrafterError(
             f"can't load small_model.model {name!r}: {first_line(error)}; give `demo`, a folder with "
             "config.json and safetensors, or a Hugging Face id; or sizes of a new model in small_model.new"
@@ -106,23 +106,21 @@ NOT_SHAPE = ("_name_or_path", "architectures", "dtype", "transformers_version", 
 
 
 def architecture_of(lm: Any) -> dict[str, Any]:
-    """The model's shape as a config.json says it; not where its weights came from, nor their type."""
+    """The model's shape as in a config.json, without the origin and the dtype of its weights."""
     config = json.loads(lm.config.to_json_string())
     return {key: config[key] for key in config if key not in NOT_SHAPE}
 
 
 @torch.no_grad()
 def learn(lm: Any, name: str) -> tuple[Callable[[Tensor], Tensor], bool]:
-    """The transform of the output layer's values, and whether texts packed in one row are read as if each stood
-    alone."""
+    """The transform of the output layer's values, and whether texts packed in one row are read independently."""
     tokens, head = torch.arange(12)[None] % lm.config.get_text_config().vocab_size, lm.get_output_embeddings()
     alone = torch.cat([states(lm, part) for part in tokens.split((7, 5), 1)], 1)
     logits = lm(input_ids=tokens[:, :7], use_cache=False).logits
     finish = head_transform(head(alone[:, :7]), logits, lm.config.get_text_config())
     if finish is None:
         raise DrafterError(
-            f"small_model {name!r} changes its logits after the output layer in a way that is not known here, so it "
-            "can't be "
+            f"small_model {name!r} changes its logits after the output layer in an unknown way, so it can't be "
             "trained; choose a model of another family"
         )
     position_ids = torch.cat([torch.arange(7), torch.arange(5)])[None]
@@ -135,8 +133,8 @@ def learn(lm: Any, name: str) -> tuple[Callable[[Tensor], Tensor], bool]:
 
 @contextmanager
 def keeping_computed(model: nn.Module) -> Iterator[None]:
-    """What is computed once, such as rotary frequencies, follows its module to another device, but not to another
-    type."""
+    """Within this context, computed buffers such as rotary frequencies are moved to other devices with their module but
+    keep their dtype."""
     computed = [(module, name) for module in model.modules() for name in module._non_persistent_buffers_set]
     before = [module._buffers[name] for module, name in computed]
     yield
@@ -145,7 +143,7 @@ def keeping_computed(model: nn.Module) -> Iterator[None]:
             module._buffers[name] = buffer.to(getattr(module, name).device)
 
 
-# ── reading with a gradient ───────────────────────────────────────────────────────────────────────────────────────────
+# ── passes with a gradient ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def refuse_longer(lm: Any, documents: Tensor, name: str) -> None:
@@ -162,9 +160,9 @@ def refuse_longer(lm: Any, documents: Tensor, name: str) -> None:
 
 
 def read(lm: Any, tokens: Tensor, documents: Tensor, reads_prepacked: bool) -> Tensor:
-    """States [B, S, H] before the head; every text is read as if it stood alone.  tokens, documents [B, S].
+    """States [B, S, H] before the head; every text is read independently.  tokens, documents [B, S].
 
-    reads_prepacked: texts in one row may be read in one pass, by their positions; else each gets a row of its own.
+    reads_prepacked: texts in one row can be read in one pass, by their positions; else each gets its own row.
     """
     follows = documents[:, 1:] == documents[:, :-1]
     if bool((follows | (documents[:, 1:] == 0)).all()):  # one text a row, padding after it
@@ -178,6 +176,6 @@ def read(lm: Any, tokens: Tensor, documents: Tensor, reads_prepacked: bool) -> T
 
 
 def states(lm: Any, tokens: Tensor | None, **options: Any) -> Tensor:
-    """States [B, S, H] before the head.  tokens: None where `inputs_embeds` are given instead."""
+    """States [B, S, H] before the head.  tokens: None if `inputs_embeds` are given instead."""
     hidden: Tensor = trunk(lm)(input_ids=tokens, **{"use_cache": False, **options}).last_hidden_state
     return hidden

@@ -1,5 +1,4 @@
-"""A chunk of several slots' prompts as one pass, or as several where padding them to one length costs or is not
-allowed."""
+"""A chunk of several slots' prompts as one pass, or as several if padding to one length is slow or not allowed."""
 
 from __future__ import annotations
 
@@ -11,11 +10,11 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider.decoding.state import Scores
 
 FULL = 128
-"""From this many tokens on, the time of a pass on a CPU grows with its tokens, so that padding costs."""
+"""Above this many tokens the time of a pass on a CPU grows with their number, so padding costs time."""
 
 
 def shares(lengths: Sequence[int], most: int) -> list[slice]:
-    """Neighbours that share a pass: as many as have at most `most` tokens once padded, and at least one."""
+    """Which adjacent rows share a pass: as many as have at most `most` tokens with padding, and at least one."""
     slices, first = [], 0
     for end in range(1, len(lengths) + 1):
         if end == len(lengths) or (end + 1 - first) * max(lengths[first : end + 1]) > most:

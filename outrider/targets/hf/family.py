@@ -1,7 +1,7 @@
-"""How a family of models is called, learnt from the loaded model itself; there is no list of names.
+"""How a family of models is called, found from the loaded model itself; there is no list of names.
 
-Which masks it takes, how far each kind of layer attends, whether it takes positions, which modules have a recurrent
-state. What is found here is a guess until `selftest` has proven it.
+Which masks it takes, how far each kind of layer attends, whether it takes positions, and which modules have a recurrent
+state.  All of this is a guess until `selftest` confirms it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS = (
     "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "mamba", "attention",
     "indexed_attention",
 )  # fmt: skip
-"""Keys under which families look for the mask of a kind of layer; a key too many does no harm."""
+"""Keys under which families look up the mask of a kind of layer; unused keys do no harm."""
 Masks = Literal["by kind", "one", "none"]
 
 
@@ -37,7 +37,7 @@ class Family:
     """What a model's passes take as arguments, and what they do."""
 
     masks: Masks
-    """A mask for every kind of layer, one for all, or none: then rows pass one by one and the family masks them
+    """A mask for every kind of layer, one for all, or none: then rows are read one by one and the family masks them
     itself."""
     limits: Mapping[str, AttentionLimit | None]
     """Kinds of attention among its layers, and how far they attend."""
@@ -46,31 +46,31 @@ class Family:
     has_positions: bool
     is_recurrent: bool
     rotary: Rotary | None = None
-    """Where rotary factors depend on how long a text is."""
+    """Set if rotary factors depend on the length of a text."""
     one_by_one: bool = False
-    """Rows of different lengths pass one by one, since the family counts columns of the longest for all."""
+    """Rows of different lengths are read one by one, since the family counts columns of the longest for all."""
     past: str | None = None
-    """Name of the argument that takes a cache of the family's own kind, where slots can't hold what it stores."""
+    """Name of the argument that takes the family's own kind of cache, if slots can't hold what it stores."""
     has_patches: bool = False
-    """Bytes are gathered in patches, as their ids say."""
+    """Bytes are grouped in patches depending on their ids."""
 
     @property
     def follows_one_path(self) -> bool:
-        """Whether the cache or state is that of one text: no tree can be verified, and padding would enter it."""
+        """Whether cache or state belongs to one text: no tree can be verified, and padding would change it."""
         return self.is_recurrent or self.past is not None
 
     @property
     def takes_uneven_rows(self) -> bool:
-        """Rows of different lengths may share a pass: it takes a mask and positions for each."""
+        """Whether rows of different lengths can share a pass, with a mask and positions for each."""
         return self.masks != "none" and self.has_positions and not self.one_by_one and self.past is None
 
     def pass_arguments(self, cache: Any, tree: Tree | None, dtype: torch.dtype, context: int) -> dict[str, Any]:
-        """Keyword arguments of the open pass, but for its tokens.  tree: None for a chain."""
+        """Keyword arguments of the open pass, except its tokens.  tree: None for a chain."""
         if self.past is not None:
             arguments: dict[str, Any] = cache.pass_arguments()
             return arguments
         tree_mask, depths = tree or (None, None)
-        # one token a row, all rows of one length: nothing is masked, and no mask is the fastest
+        # one token per row, all rows of one length: nothing is masked, and no mask is fastest
         is_whole = cache.width == 1 and tree is None and cache.is_even
         bare = self.masks == "none" or (is_whole and self.masks == "by kind" and not any(self.limits.values()))
         masks = {} if bare else cache.masks(tree_mask, dtype, self.limits, depths)
@@ -82,7 +82,7 @@ class Family:
         )
 
     def arguments(self, cache: Any, masks: Mapping[str, Tensor], positions: Tensor | None) -> dict[str, Any]:
-        """Arguments of a pass from masks by kind of layer, and positions where the model takes them."""
+        """Arguments of a pass from masks by kind of layer, and positions if the model takes them."""
         arguments: dict[str, Any] = {self.cache: cache, "use_cache": True, "attention_mask": None}
         if self.has_positions:
             arguments["position_ids"] = positions
@@ -96,10 +96,9 @@ class Family:
 def learn(
     model: PreTrainedModel, masks: Masks | None = None, one_by_one: bool = False, past: str | None = None
 ) -> Family:
-    """Look at the model, and try what can be tried on two tokens.  Modules with a recurrent state learn to pass in
-    steps.
+    """Inspect the model, and test its masks on a token.  Modules with a recurrent state are wrapped to pass in steps.
 
-    masks: which it takes, where that is known; the others as in Family.
+    masks: tested unless given; the others as in Family.
     """
     choose_earliest(model)
     config = model.config.get_text_config(decoder=True)
@@ -118,18 +117,18 @@ WINDOWS = (
     "sliding_window", "attention_chunk_size", "window_size", "local_attention", "attention_window_size",
     "sliding_window_size", "index_topk", "local_attn_chunk_length", "lsh_attn_chunk_length",
 )  # fmt: skip
-"""Names under which configs say how far a layer attends."""
+"""Names of how far a layer attends, in configs."""
 
 
 def media_tokens(config: Any) -> dict[int, str]:
-    """Ids that stand for images, videos or sound, and what the config calls them."""
+    """Ids of placeholders for images, videos or audio, and what the config calls them."""
     names = [f"{kind}_token_{ending}" for kind in ("image", "video", "audio") for ending in ("id", "index")]
     by_id = {getattr(config, name, None): name for name in names}
     return {word: name for word, name in by_id.items() if isinstance(word, int)}
 
 
 def _attention_kinds(kinds: list[str]) -> list[str]:
-    """Kinds of mask that these layer types ask for."""
+    """Kinds of mask that these layer types need."""
     aliases = {"hybrid": "full_attention", "attention": "full_attention", "hybrid_sliding": "sliding_attention"}
     named = [aliases.get(kind, kind) for kind in kinds]
     return sorted({kind for kind in named if kind.endswith("_attention") and kind != "linear_attention"})
@@ -163,7 +162,7 @@ def _masks(model: PreTrainedModel, has_positions: bool) -> Masks:
 
 
 def _teach_steps(model: nn.Module) -> bool:
-    """Let every module that keeps a recurrent state pass position by position where the cache asks for it."""
+    """Make every module with a recurrent state pass position by position if the cache says so."""
     modules = [module for module in model.modules() if _reads_states(module)]
     for module in modules:
         hooks.wrap(module, _in_steps)
@@ -177,7 +176,7 @@ def _reads_states(module: nn.Module) -> bool:
 
 
 def _in_steps(module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The module's `forward`, or position by position where the cache asks for it."""
+    """The module's `forward`, position by position if the cache says so."""
     signature = _signature(type(module).forward)
     bound = signature.bind(module, *args, **kwargs)
     cache = bound.arguments.get(cache_argument(signature.parameters))

@@ -1,12 +1,12 @@
-"""Attention of a few rows over a long cache on a GPU: query heads that share keys become further rows of one head.
+"""Attention of a few rows over a long cache on a GPU: query heads that share keys become rows of one head.
 
-transformers copies keys and values to every query head of a group where a pass has a mask and more than one row, which
-every verified draft has.  One layer of an 8 B Qwen3 takes 11.4 ms so on an H200, over 64 slots of 8,192 tokens with 8
-rows each, and 0.84 ms this way (benchmarks/results/gpu.json).
+If a pass has a mask and more than one row, as every verified draft has, transformers copies keys and values to every
+query head of a group.  One layer of an 8B Qwen3 then takes 11.4 ms on an H200, with 64 slots of 8,192 tokens and 8 rows
+each; here it takes 0.84 ms (benchmarks/results/gpu.json).
 
-On Hopper, torch gives attention with a mask to cuDNN, which plans anew for every number of columns.  Each step of a
-text has another: of a plain step of the demo target 30 ms of 43 went into plans.  So cuDNN attends only in passes that
-are captured, whose sizes are few.
+On Hopper, torch computes attention with a mask with cuDNN, which makes a new plan for every number of columns, and each
+step of a text has another number: plans took 30 of the 43 ms of a plain step of the demo target.  So cuDNN is used only
+in captured passes, which have few sizes.
 
 R rows of a pass, n tokens a row, h query heads, g of them to a head of keys, d head size.
 """
@@ -24,23 +24,23 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 FEW = 64
-"""Tokens a row; longer passes are prompts, whose attention is limited by its products, not by what it reads."""
+"""Most tokens per row; longer passes are prompts, whose attention is limited by computation, not by reading."""
 FEW_HEADS = 32
-"""Heads of keys in a pass, R * h / g, up to which two matmuls are faster than one kernel: it has too few blocks then to
-read a long cache at the speed of memory."""
+"""Key heads in a pass, R * h / g, up to which two matmuls are faster than one kernel, which then has too few blocks to
+read a long cache at memory speed."""
 PREFERRED = 9, 10
-"""Compute capabilities, without their minor numbers, where torch prefers cuDNN."""
+"""Major compute capabilities for which torch prefers cuDNN."""
 
 
 def install() -> None:
-    """Let models of this process whose attention is `sdpa` attend so; all other passes go the way they went."""
+    """Use `attend` in all models of this process whose attention is `sdpa`; other passes do not change."""
     ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @contextmanager
 def sizes_are_few() -> Iterator[None]:
-    """Lets cuDNN attend: its plans are made once, for sizes that come again and again."""
+    """Enables cuDNN's attention within this context, whose passes have few sizes to plan for."""
     torch.backends.cuda.enable_cudnn_sdp(
         not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in PREFERRED
     )
@@ -61,7 +61,7 @@ def attend(
     is_bare = all(more.get(name) is None for name in ("position_bias", "softcap")) and not dropout
     is_cudnn = query.dtype in (torch.bfloat16, torch.float16) and torch.backends.cuda.cudnn_sdp_enabled()
     if group > 1 and attention_mask is not None and width == 1 and is_bare and is_cudnn:
-        # which divides the columns among its blocks then: 0.022 ms instead of 0.18 for one slot of 8,192 tokens
+        # cuDNN then splits the columns among its blocks: 0.022 ms instead of 0.18 for one slot of 8,192 tokens
         out = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2).contiguous(), None
     if group == 1 or attention_mask is None or not 1 < width <= FEW or not is_bare:
@@ -82,8 +82,8 @@ def attend(
 
 
 def by_matmuls(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None = None) -> Tensor:
-    """Attention as `scaled_dot_product_attention` of an additive mask, its scores written out, in float32 at least:
-    eight rows of one slot of 8,192 tokens take 0.065 ms a layer instead of 0.19."""
+    """`scaled_dot_product_attention` with an additive mask, with its scores in memory, at least in float32: eight rows
+    of one slot of 8,192 tokens take 0.065 ms per layer instead of 0.19."""
     wide = torch.promote_types(query.dtype, torch.float32)
     if query.is_cuda and wide != query.dtype:
         scores = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).mT, out_dtype=wide).unflatten(0, query.shape[:2])

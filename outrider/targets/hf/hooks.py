@@ -1,7 +1,7 @@
-"""Inputs and outputs of modules during a pass, recorded for that pass alone.
+"""Inputs and outputs of modules, recorded during a pass.
 
-Hooks stay on a module once they are there, however often it is loaded.  They write for the pass that is open in their
-own thread (its context), so passes of one model may run in parallel.
+A hook stays on its module, which gets only one however often it is loaded.  It records for the pass that is open in its
+own thread (a context variable), so passes of one model may run in parallel.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _caught: ContextVar[dict[nn.Module, Tensor | None] | None] = ContextVar("caught"
 
 @contextmanager
 def during(variable: ContextVar[T], value: Any) -> Iterator[Any]:
-    """While this is open, the variable has this value in this thread."""
+    """Sets the variable within this context, in this thread."""
     token = variable.set(value)
     try:
         yield value
@@ -35,26 +35,26 @@ def during(variable: ContextVar[T], value: Any) -> Iterator[Any]:
 
 
 def catching(modules: Iterable[nn.Module]) -> AbstractContextManager[dict[nn.Module, Any]]:
-    """While this is open, inputs or outputs of these modules in this thread are recorded under them."""
+    """Within this context, inputs or outputs of these modules in this thread are recorded in the dict, by module."""
     return during(_caught, dict.fromkeys(modules))
 
 
 def replacing(module: nn.Module, values: Tensor) -> AbstractContextManager[object]:
-    """While this is open, the last rows of this watched module's output in this thread are replaced by these [B, P,
+    """Within this context, the last rows of this watched module's output in this thread are replaced by these [B, P,
     H]."""
     return during(_replaced, (module, values))
 
 
 def selecting(module: nn.Module, rows: Tensor) -> AbstractContextManager[object]:
-    """While this is open, this module, whose input is watched, gets only these rows [B, K] of its input [B, S, H].
+    """Within this context, this module, whose input is watched, gets only these rows [B, K] of its input [B, S, H].
 
-    What is caught is the whole input.
+    The whole input is recorded.
     """
     return during(_selected, (module, rows))
 
 
 def watch_input(module: nn.Module) -> None:
-    """Have the module's first argument caught."""
+    """Record the module's first argument in `catching`."""
     if _of_input not in module._forward_pre_hooks.values():
         with _LOCK:
             if _of_input not in module._forward_pre_hooks.values():
@@ -62,7 +62,7 @@ def watch_input(module: nn.Module) -> None:
 
 
 def watch_output(module: nn.Module) -> None:
-    """Have the module's output caught, of a tuple the first."""
+    """Record the module's output in `catching`, or the first one of a tuple."""
     if _of_output not in module._forward_hooks.values():
         with _LOCK:
             if _of_output not in module._forward_hooks.values():
@@ -70,9 +70,9 @@ def watch_output(module: nn.Module) -> None:
 
 
 def wrap(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Have the module's `forward` called by `function(module, forward, …)`, however often this is asked for.
+    """Replace the module's `forward` by `function(module, forward, …)`, unless that was done before.
 
-    A partial, not a closure: a copy of the model then calls its own modules.
+    A partial, not a closure, so that a copy of the model calls its own modules.
     """
     current = vars(module).get("forward")
     if not (isinstance(current, functools.partial) and current.func is function):
@@ -80,7 +80,7 @@ def wrap(module: nn.Module, function: Callable[..., Any]) -> None:
 
 
 def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook for the calls of the thread that asks; it does nothing in those of others."""
+    """The hook, for calls in the current thread only."""
     thread = threading.get_ident()
 
     @functools.wraps(hook)

@@ -1,4 +1,4 @@
-"""Passes of a model, with what hooks catch: taps, and the final hidden state before the output head."""
+"""Passes of a model, with what hooks record: taps, and the final hidden state before the output head."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outrider.targets.protocol import TargetSpec
 
 
 class Passes:
-    """What every pass of a model does, whoever asks for it."""
+    """What every pass of a model does."""
 
     model: PreTrainedModel
     device: torch.device
@@ -53,7 +53,7 @@ class Passes:
     def _passed(
         self, module: nn.Module, tokens: Tensor, cache: Any, tree: Tree | None, taps: tuple[int, ...]
     ) -> tuple[Any, dict[nn.Module, Any]]:
-        """Output of the model or its trunk for the open pass, and what the hooks caught."""
+        """Output of the model or its trunk for the open pass, and what the hooks recorded."""
         context = max(self.spec.context, tokens.shape[1])
         arguments = self.family.pass_arguments(cache, tree, self.model.dtype, context)
         with prepacked.enabled(), self._catching(taps) as caught:
@@ -70,9 +70,9 @@ class Passes:
         tree: Tree | None = None,
         taps: tuple[int, ...] = (),
     ) -> Any:
-        """Run all rows of the open pass at once; one by one where their lengths differ and the family can't take
+        """Run all rows of the open pass at once, or one by one if their lengths differ and the family does not support
         that."""
-        # a state alone does not depend on its row's length
+        # a recurrent state does not depend on its row's length
         is_state = self.family.is_recurrent and self.family.past is None and not cache.layers
         if self.family.takes_uneven_rows or cache.is_even or is_state:
             return run(tokens, cache, tree, taps)
@@ -85,8 +85,7 @@ class Passes:
         return Scores(*joined) if isinstance(parts[0], Scores) else tuple(joined)
 
     def _catching(self, taps: tuple[int, ...]) -> AbstractContextManager[dict[nn.Module, Tensor]]:
-        """Catches the outputs of these layers and the input of the output layer in the passes that run while it is
-        open."""
+        """Records the outputs of these layers and the input of the output layer within this context."""
         layers = [self._decoder_layers[layer] for layer in taps]
         for layer in layers:
             hooks.watch_output(layer)
@@ -98,9 +97,9 @@ class Passes:
 
 
 def passed(anchor: Tensor, draft: Draft, vocabulary: int) -> tuple[Tensor, Tree | None]:
-    """What a pass over anchor and draft is given: tokens [B, N+1], and the tree that they are, None for a chain."""
+    """Tokens [B, N+1] of a pass over anchor and draft, and their tree; None for a chain."""
     if not draft.tokens.shape[1]:
         return anchor[:, None], None
-    # the acceptance rule rejects an id outside the vocabulary; here it only must not break the embedding
+    # the acceptance rule rejects an id outside the vocabulary; the embedding just must not fail on it
     tokens = torch.cat([anchor[:, None], draft.tokens.clamp(0, vocabulary - 1)], 1)
     return tokens, Tree(*draft.rows()) if draft.branches else None

@@ -1,10 +1,10 @@
-"""Rotary factors that depend on how long a text is: every token gets those that `generate` gives it, whoever shares its
+"""Rotary factors that depend on the length of the text: every token gets those of `generate`, whatever else is in its
 pass.
 
-transformers takes the factors of `longrope` (Phi-3, Phi-4-mini) and `dynamic` (InternLM) from the longest position of a
-pass, for all of its rows.  Here each token has the length of text that decides: within a prompt the prompt's length,
-after it the token's own.  Cached keys stay as they were computed; where `generate` reads a text again, once it is
-longer than the context of the first training, it is read again here too.
+transformers derives the factors of `longrope` (Phi-3, Phi-4-mini) and `dynamic` (InternLM) from the longest position of
+a pass, for all of its rows.  Here each token has its own text length: within a prompt the prompt's length, after it the
+token's own.  Cached keys do not change.  If `generate` reads a text again when it grows longer than the context of
+pretraining, it is read again here too.
 
 R rows of a pass, n tokens a row.
 """
@@ -39,18 +39,18 @@ class Rotary:
     """How the factors of a family depend on the length of a text."""
 
     original: int
-    """The longest text that has the first factors."""
+    """The longest text with the factors of pretraining."""
     rereads: bool
     """Whether `generate` reads the whole text again when it grows longer than that."""
 
 
 def deciding(lengths: Tensor) -> AbstractContextManager[object]:
-    """While this is open, rotary factors depend on these lengths of text [R, n], one for each token of a pass."""
+    """Within this context, rotary factors depend on these text lengths [R, n], one for each token of a pass."""
     return hooks.during(_deciding, lengths)
 
 
 def learn_rotary(model: PreTrainedModel) -> Rotary | None:
-    """Make modules whose factors depend on the batch depend on each token.  None where there are no such modules."""
+    """Make modules whose factors depend on the batch depend on each token.  None if there are no such modules."""
     modules = [module for module in model.modules() if _kinds(module)]
     originals = {_original(module, kind) for module in modules for kind in _kinds(module)}
     if not modules:
@@ -58,8 +58,7 @@ def learn_rotary(model: PreTrainedModel) -> Rotary | None:
     if len(originals) > 1:
         raise TargetError(
             f"{type(model).__name__} has rotary factors that change at several lengths, {sorted(originals)}; use "
-            "transformers' "
-            "own generate for it"
+            "transformers' own generate for it"
         )
     for module in modules:
         hooks.wrap(module, _by_tokens)
@@ -68,7 +67,7 @@ def learn_rotary(model: PreTrainedModel) -> Rotary | None:
 
 
 def _kinds(module: nn.Module) -> list[str | None]:
-    """Kinds of layers whose factors depend on a length; [None] where there is one kind."""
+    """Kinds of layers whose factors depend on a length; [None] if there is one kind."""
     rope: Any = getattr(module, "rope_type", None)
     kinds = rope if isinstance(rope, dict) else {None: rope}
     return [kind for kind, name in kinds.items() if isinstance(name, str) and (name == "longrope" or "dynamic" in name)]
@@ -84,18 +83,18 @@ def _original(module: Any, kind: str | None) -> int:
 def _by_tokens(
     module: Any, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """The module's `forward`, with the factors that each token's own length of text decides."""
+    """The module's `forward`, with the factors of each token's own text length."""
     lengths = _deciding.get()
     if lengths is None:
         return forward(x, position_ids, *args, **kwargs)
     positions = position_ids.expand_as(lengths)
     original = _original(module, _kinds(module)[0])
     factors: list[Tensor] = []
-    with _LOCK:  # the module holds the factors that it used last, for whoever asks next
+    with _LOCK:  # the module stores the factors that it used last
         for length in lengths.clamp(min=original).unique().tolist():
             # transformers drops the factors of a longer text only when a pass stays below the original length
             forward(x, position_ids.new_zeros(1, 1), *args, **kwargs)
-            # one more token, cut off again, is the longest of the pass
+            # one more token, removed afterwards, has the longest position of the pass
             longest = torch.full_like(positions[:, :1], length - 1)
             cos_sin = forward(x, torch.cat([positions.clamp(max=length - 1), longest], 1), *args, **kwargs)
             has_length = (lengths.clamp(min=original) == length)[..., None]
@@ -117,7 +116,7 @@ def _rereads(model: Any, original: int) -> bool:
 
 @contextmanager
 def reading_prompt(target: Any, cache: SlotCache, tokens: Tensor, lengths: Sequence[int]) -> Iterator[None]:
-    """A pass of a TransformersTarget over part of a prompt: it is taken to end one token later."""
+    """A pass of a TransformersTarget over part of a prompt, whose length counts one more token."""
     if target.family.rotary is None:
         yield
         return
@@ -133,7 +132,7 @@ def reading_prompt(target: Any, cache: SlotCache, tokens: Tensor, lengths: Seque
 def verify_by_length(
     target: Any, cache: SlotCache, rows: Sequence[int], tokens: Tensor, tree: Tree | None, taps: tuple[int, ...]
 ) -> Scores:
-    """As the target's `verify`: each token has the factors that `generate` gives it."""
+    """As the target's `verify`, with the factors of `generate` for each token."""
     rotary = target.family.rotary
     for row in rows:
         length = cache.lengths[row] + 1
@@ -158,7 +157,7 @@ def verify_by_length(
 
 
 def _reread(target: Any, cache: SlotCache, row: int, length: int) -> None:
-    """Read a slot's text again, as part of a text so long."""
+    """Read a slot's text again, as part of a text of this length."""
     text = torch.tensor([cache.texts[row][: cache.lengths[row]]], device=target.device)
     cache.lengths[row], cache.long[row] = 0, True
     cache.open([row], text.shape[1])

@@ -1,1 +1,1 @@
-"""Checkpoints as others leave them: the class that reads one, and adapters over it."""
+"""Checkpoints: the class that loads one, and adapters."""

@@ -1,4 +1,4 @@
-"""Which of transformers' classes reads a config: a causal LM, or a model that reads images too."""
+"""The transformers class for a config: a causal LM, or a model that also reads images."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ def loader_of(config: Any, name: str) -> Any:
 
 def not_causal(config: Any, name: str) -> TargetError:
     return TargetError(
-        f"{name} is a model of {type(config).__name__}, and transformers has no causal LM for it; name a model that "
-        "continues a text"
+        f"{name} is a model of {type(config).__name__}, and transformers has no causal LM for it; use a model that "
+        "generates text"
     )
 
 
 def text_model(config: Any, name: str) -> Any:
-    """A causal LM of a text part's config, with weights as the current default device makes them.
+    """A causal LM of a text part's config, with new weights on the current default device.
 
-    Raises TargetError where there is none.
+    Raises TargetError if there is none.
     """
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None)
     if not is_causal and (type(config) not in MODEL_MAPPING or config.is_encoder_decoder):
         raise not_causal(config, name)
     try:
         return AutoModelForCausalLM.from_config(config) if is_causal else TextPart(config)
-    except Exception as error:  # families check their sizes as they like
+    except Exception as error:  # every family checks its sizes in its own way
         what = f"{name}'s config describes a {type(config).__name__} that can't be built: {first_line(error)}"
         raise TargetError(f"{what}; correct its config.json") from error
 
 
 class TextPart(nn.Module):
-    """The language model of one that reads images, and its output layer where that is not the embedding."""
+    """The language model of one that reads images, and its output layer unless tied to the embedding."""
 
     def __init__(self, config: Any):
         super().__init__()

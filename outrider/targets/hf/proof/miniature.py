@@ -1,8 +1,8 @@
-"""A miniature of a model: every switch and every kind of layer of its config, only with small sizes and limits.
+"""A miniature of a model: all settings and kinds of layers of its config, but with small sizes and limits.
 
-What a family does with masks, positions and caches does not depend on how wide it is.  So the self-test tries a
-miniature of a few narrow layers in float64, which would take minutes with the model; and windows, chunks and the
-context of the first training are so short in it that a text of a few tokens crosses them.
+How a family handles masks, positions and caches does not depend on its width.  So the self-test uses a miniature of a
+few narrow layers in float64, where the model itself would take minutes.  Its windows, chunks and context of pretraining
+are so short that a text of a few tokens crosses them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VOCABULARY = 128
 LIMIT = 16
 """Tokens of a window or a chunk."""
 FIRST_CONTEXT = 48
-"""Tokens of the context of the first training, where the rotary factors change: more than a window's test needs."""
+"""Tokens of the context of pretraining, where the rotary factors change: more than the test of a window needs."""
 LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers", "encoder_layers",
     "num_encoder_layers", "num_blocks", "depth",
@@ -31,7 +31,7 @@ NUMBERS = (
     "moe_layers", "only_layers", "source_layers", "cross_attention_layers", "scaling_layers", "_ids", "_idxs",
     "_indexes",
 )  # fmt: skip
-"""Lists of the numbers of layers."""
+"""Endings of lists of layer numbers."""
 HEADS = (
     ("num_attention_heads", "num_key_value_heads"), ("n_head", "n_head_kv"), ("n_heads", "n_kv_heads"),
     ("num_heads", "num_kv_heads"), ("decoder_attention_heads", ""), ("encoder_attention_heads", ""),
@@ -39,13 +39,13 @@ HEADS = (
     ("swa_num_attention_heads", "swa_num_key_value_heads"), ("num_sliding_attention_heads", ""),
     ("linear_num_value_heads", "linear_num_key_heads"),
 )  # fmt: skip
-"""Query heads, and the heads of keys that they share."""
+"""Numbers of query heads and of key heads."""
 WIDTHS = (
     "hidden_size", "d_model", "n_embd", "dim", "embed_dim", "emb_dim", "embedding_dim", "n_embed", "adapter_in_dim",
     "adapter_input_size",
 )  # fmt: skip
 STATES = (("mamba_n_heads", "mamba_d_head", "mamba_expand"), ("num_heads", "head_dim", "expand"))
-"""Heads of a state, their size, and how many times as wide as the hidden state they are together."""
+"""Heads of a recurrent state, their size, and their total width over the hidden size."""
 SMALL = {
     "intermediate_size": 96, "n_inner": 96, "ffn_dim": 96, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "d_inner": 96,
     "d_ff": 96, "ffn_hidden_size": 96, "moe_intermediate_size": 32, "feed_forward_size": 96,
@@ -70,13 +70,13 @@ NOT_ARGUMENTS = ("model_type", "transformers_version", "architectures", "dtype",
 
 
 def build(model: PreTrainedModel) -> PreTrainedModel | None:
-    """A small random model of the same class and switches, float64 where the family knows it; None where none can be
+    """A small random model of the same class and settings, in float64 if the family supports it; None if none can be
     built."""
     dtypes = dict.fromkeys((torch.float64, torch.float32, model.dtype))
     for dtype, narrow in itertools.product(dtypes, (True, False)):
         try:
             small = _built(model, dtype, narrow)
-            # the experts of some families are multiplied by kernels that know no float64, the masks of some by windows
+            # in some families the kernels of experts don't support float64
             small(input_ids=torch.ones(1, FIRST_CONTEXT + 2, dtype=torch.int64, device=small.device), use_cache=False)
         except BROKEN:
             continue
@@ -97,19 +97,19 @@ def _built(model: PreTrainedModel, dtype: torch.dtype, narrow: bool) -> PreTrain
 
 
 def enlivened(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with random weights so large that its input changes its output; it never ends a text."""
+    """The model with larger random weights, so that its input changes its output, and without end tokens."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 2 and "embed" not in name and "A_log" not in name:
                 weight.mul_(4.0)
-    model.generation_config = GenerationConfig()  # some classes come with tokens that are forced
+    model.generation_config = GenerationConfig()  # some classes come with forced tokens
     return model
 
 
 def arguments(config: PreTrainedConfig, narrow: bool, is_text: bool = True) -> dict[str, Any]:
-    """Arguments of a small config: what this one sets otherwise than its class, and small sizes.
+    """Arguments of a small config: what this one sets differently from its class, and small sizes.
 
-    narrow: hidden states are narrower than all heads together, which some classes with heads of their own size refuse.
+    narrow: hidden states are narrower than all heads together, which some classes with their own head size refuse.
     """
     sizes, set_there = config.to_dict(), config.to_diff_dict()
     fields = {key: value for key, value in set_there.items() if not key.startswith("_") and key not in NOT_ARGUMENTS}
@@ -144,7 +144,7 @@ def _at_most(value: Any, most: int) -> Any:
 
 
 def _fewer_layers(fields: dict[str, Any]) -> None:
-    """As many as it takes to have one of every kind, and at least two; lists by layer are cut to fit."""
+    """As few as have one of every kind, at least two; lists by layer are shortened."""
     for key in LAYERS:
         count = fields.get(key)
         if not isinstance(count, int):
@@ -160,7 +160,7 @@ def _fewer_layers(fields: dict[str, Any]) -> None:
         beginnings = [_until_all_found(value) for name, value in lists.items() if not name.endswith(NUMBERS)]
         fewest = max([2, *beginnings, *periods, 1 + dense])
         fields[key] = min(count, 2 * fewest if shared else fewest)
-        if shared:  # they read the keys of layers before them, one of every kind
+        if shared:  # these read the keys of earlier layers, one of every kind
             fields["num_kv_shared_layers"] = min(shared, fewest)
         for name, value in fields.items():
             if name.endswith(NUMBERS) and isinstance(value, list | tuple):
@@ -172,14 +172,13 @@ def _fewer_layers(fields: dict[str, Any]) -> None:
 
 
 def _until_all_found(values: Sequence[Any]) -> int:
-    """Length of the shortest beginning that holds every different value."""
+    """Length of the shortest prefix that contains every distinct value."""
     first = {repr(value): at for at, value in reversed(list(enumerate(values)))}
     return max(first.values()) + 1
 
 
 def _narrower(fields: dict[str, Any], narrow: bool) -> None:
-    """Few heads of the same size in the same groups, and hidden states as much narrower as there are fewer heads, or
-    more."""
+    """Few heads of the same size in similar groups, and hidden states narrower by at least the same factor."""
     before, factor = dict(fields), None
     for many, few in HEADS:
         heads, shared = before.get(many), before.get(few)
@@ -205,7 +204,7 @@ def _narrower(fields: dict[str, Any], narrow: bool) -> None:
 
 
 def _shorter_rotary(fields: dict[str, Any], rotary: Any) -> None:
-    """The context of the first training, where the factors change at its end."""
+    """A short context of pretraining, if the factors change at its end."""
     if isinstance(rotary, dict):
         if "dynamic" in str(rotary.get("rope_type")) and isinstance(fields.get("max_position_embeddings"), int):
             fields["max_position_embeddings"] = FIRST_CONTEXT
@@ -216,7 +215,7 @@ def _shorter_rotary(fields: dict[str, Any], rotary: Any) -> None:
 
 
 def _fewer_words(fields: dict[str, Any]) -> None:
-    """A small vocabulary; ids of special tokens lie at its end, where random texts do not reach."""
+    """A small vocabulary, with the ids of special tokens at its end."""
     if isinstance(fields.get("vocab_size"), int):
         fields["vocab_size"] = min(fields["vocab_size"], VOCABULARY)
     spare = iter(range(VOCABULARY - 1, 0, -1))

@@ -1,9 +1,10 @@
-"""What a model can do, found by doing it on random tokens and comparing with passes that have no cache at all.
+"""Tests what a model can do, on random tokens, by comparing with passes without a cache.
 
-Asked first: are the logits of a text the same twice, and independent of what follows?  The difference between passes of
-other lengths and rows is the rounding that is allowed.  Then, in order: single steps, `generate`'s own text across
-every limit, a chain verified in one pass, going on after a cut, a tree, going on after one of its paths; on slots of
-unequal and of equal length.  The first failure decides the mode; a model whose single steps or texts fail is refused.
+First: are the logits of a text reproducible, and independent of the tokens after it?  The difference between passes of
+other lengths and numbers of rows is the allowed rounding.  Then, in order: single steps, `generate`'s own text across
+every limit, a chain verified in one pass, continuing after a cut, a tree, continuing after one of its paths; with slots
+of unequal and of equal length.  The first failure determines the mode; a model whose single steps or texts fail is
+refused.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from outrider.targets.hf.family import WINDOWS
 
 Mode = Literal["tree", "chain", "off"]
 PARENTS = (-1, 0, -1, 0, 1, 2)
-"""A tree in which children are not next to their parents and one path is three deep."""
+"""A tree in which children are not adjacent to their parents and one path has three nodes."""
 PATH = (0, 1, 4)
 CHECKS: tuple[tuple[str, Mode | None], ...] = (
     ("steps", None), ("text", "off"), ("chain", "off"), ("cut", "chain"), ("tree", "chain"), ("path", "tree"),
 )  # fmt: skip
-"""The checks in order, and the mode that a model has earned with each; None is refused."""
+"""The checks in order, and the mode of a model that has passed each; None is refused."""
 WRITTEN = 24
-"""Tokens of `generate` that are compared: more than a window of the miniature holds, so that a prompt leaves it."""
+"""Tokens of `generate` that are compared: more than a window of the miniature, so that the prompt leaves it."""
 
 
 class WrongText(TargetError):
@@ -39,21 +40,21 @@ class WrongText(TargetError):
 
 @dataclass(frozen=True)
 class SelfTest:
-    """What a self-test found."""
+    """The result of a self-test."""
 
     mode: Mode
     failed: str | None
-    """The check that stopped it there."""
+    """The first failed check; None if all passed."""
     errors: dict[str, float]
     """Largest difference of a logit, by check."""
     allowed: float
-    """Five times the difference between passes without a cache of other lengths and rows, but at least 16 units of
-    rounding and 64 of float32."""
+    """Five times the difference between passes without a cache of other lengths and numbers of rows, but at least 16
+    rounding units of the dtype and 64 of float32."""
 
 
 @torch.inference_mode()
 def selftest(target: Any) -> SelfTest:
-    """Try a target and return what it may be used for.  Raises TargetError where even single steps are wrong."""
+    """Test a target.  Raises TargetError if even single steps are wrong."""
     trial = _Trial(target)
     errors: dict[str, float] = {}
     reached: Mode | None = None
@@ -73,21 +74,20 @@ def selftest(target: Any) -> SelfTest:
             break
         reached = mode
     if reached is None:
-        whose = "our" if target.family.past is None else "its own"
-        reason = f"single steps with {whose} cache differ from a pass without one ({failed})"
+        cache = "our" if target.family.past is None else "its own"
+        reason = f"single steps with {cache} cache differ from a pass without one ({failed})"
         if failed is not None and failed.startswith("text"):
-            reason = f"its own `generate` writes another text than passes without a cache give ({failed})"
+            reason = f"its own `generate` produces another text than passes without a cache ({failed})"
         raise WrongText(refusal(target.model, reason))
     return SelfTest(reached, failed, errors, trial.allowed)
 
 
 @torch.inference_mode()
 def agreed(target: Any, reference: SelfTest, text: list[int], whole: Tensor) -> SelfTest | None:
-    """What was found for models like this one, with what rounding explains in this one; None where this one does not
-    agree.
+    """The self-test of a model of the same config, with this one's rounding; None if this one does not agree with it.
 
-    text: a short one; whole [S, V]: the logits of a pass over it without a cache.  Takes two more passes: its
-    beginning, and then the rest of it as a draft.
+    text: a short one; whole [S, V]: the logits of a pass over it without a cache.  Takes two more passes: the first
+    half of the text, and then the rest of it as a draft.
     """
     half = len(text) // 2
     try:
@@ -98,7 +98,7 @@ def agreed(target: Any, reference: SelfTest, text: list[int], whole: Tensor) -> 
         logits = target.verify(cache, [0], rest[:, 0], draft).logits[0]
     except BROKEN:
         return None
-    # the beginning was read without anything before it: what rounding does between passes of different lengths
+    # the first half had nothing before it: the rounding between passes of different lengths
     floor = _max_difference(last, whole[half - 1])
     minimum = rounding(target, whole)
     allowed = max(5 * min(floor, minimum), minimum)
@@ -109,12 +109,12 @@ def agreed(target: Any, reference: SelfTest, text: list[int], whole: Tensor) -> 
 
 
 def chain_of(tokens: Tensor) -> Draft:
-    """These tokens [B, N] as a draft of one branch."""
+    """These tokens [B, N] as a chain."""
     return Draft.chain(tokens, torch.full((len(tokens),), tokens.shape[1]))
 
 
 def tree_of(tokens: Tensor) -> Draft:
-    """These tokens [B, N] as a tree of the shape of `PARENTS`, N its size at most."""
+    """These tokens [B, N] as a tree of the shape of `PARENTS`, or its first N nodes."""
     parents = torch.tensor(PARENTS, device=tokens.device)[: tokens.shape[1]].expand_as(tokens)
     return Draft(tokens, parents, torch.full((len(tokens),), tokens.shape[1]))
 
@@ -127,7 +127,7 @@ def refusal(model: Any, reason: str) -> str:
 
 @contextmanager
 def refusing(model: Any) -> Iterator[None]:
-    """Turn what a family raises that is not called as others are into a TargetError."""
+    """Turn an exception of a family that needs to be called differently into a TargetError."""
     try:
         yield
     except BROKEN as error:
@@ -135,8 +135,8 @@ def refusing(model: Any) -> Iterator[None]:
 
 
 def rounding(target: Any, logits: Tensor) -> float:
-    """16 units of rounding of the largest logit, at least 64 of float32."""
-    # families compute softmax, routers and states in float32 whatever their type, some without scaling their scores
+    """16 rounding units of the largest logit, at least 64 of float32."""
+    # families compute softmax, routers and states in float32 in any dtype, some without scaling their scores
     unit = max(16 * torch.finfo(target.model.dtype).eps, 64 * torch.finfo(torch.float32).eps)
     return unit * float(logits.abs().max())
 
@@ -158,7 +158,7 @@ def plain_words(target: Any, rows: int, count: int) -> list[list[int]]:
 
 
 class _Trial:
-    """Two slots with random text, and the model's own logits of any text."""
+    """Two slots with random text, and the model's logits of any text without a cache."""
 
     def __init__(self, target: Any):
         self.target = target
@@ -175,7 +175,7 @@ class _Trial:
             self.expected(text[: self.length + 8])
 
     def expected(self, text: list[int]) -> Tensor:
-        """Logits [V] after a text, from a pass without a cache over it or over a longer one that begins so."""
+        """Logits [V] after a text, from a pass without a cache over it or over a longer text with this prefix."""
         for longer, logits in self.passes:
             if longer[: len(text)] == text:
                 return logits[len(text) - 1]
@@ -190,7 +190,7 @@ class _Trial:
         return logits
 
     def _allowed(self) -> float:
-        """How far logits may differ.  Raises TargetError where the same text has other logits for no reason of
+        """How much logits may differ.  Raises TargetError if the same text has other logits for reasons other than
         rounding."""
         texts = [text[: self.length + 4] for text in self.texts]
         with refusing(self.target.model):
@@ -208,7 +208,7 @@ class _Trial:
         try:
             batched = _max_difference(whole, self.whole(*texts)[0])
         except BROKEN:
-            batched = 0.0  # rows that can't share a pass
+            batched = 0.0  # rows can't share a pass
         return max(5 * max(floor, min(most, batched)), minimum)
 
     def _filled(self, lengths: Sequence[int]) -> Any:
@@ -224,8 +224,8 @@ class _Trial:
             self.target.prefill(cache, [row], head, [len(text) - 1])
 
     def _verify(self, cache: Any, texts: list[list[int]], draft: Draft) -> float:
-        """Verify `draft` after these texts; the largest difference of a row from a whole pass over the text and its
-        path."""
+        """Verify `draft` after these texts; returns the largest difference of a row from a pass over the text and its
+        path without a cache."""
         logits = self._logits(cache, texts, draft)
         rows: list[tuple[list[int], Tensor]] = []
         for b, text in enumerate(texts):
@@ -233,7 +233,7 @@ class _Trial:
             for token, parent in zip(draft.ids[b], draft.tree[b], strict=True):
                 paths.append([*paths[parent + 1], token])
             rows += zip(paths, logits[b], strict=True)
-        # the longest first: a pass over it has the logits of all its beginnings
+        # the longest first: a pass over it has the logits of all its prefixes
         return max(
             _max_difference(row_logits, self.expected(text))
             for text, row_logits in sorted(rows, key=lambda row: -len(row[0]))
@@ -253,7 +253,7 @@ class _Trial:
         return chain_of(torch.tensor(following, device=self.target.device))
 
     def _both(self, drafted: Callable[[list[list[int]]], Draft]) -> float:
-        """Largest difference between a draft and whole passes, in slots of unequal and of equal length."""
+        """Largest difference between a draft and passes without a cache, in slots of unequal and of equal length."""
         texts = {tuple(lengths): self._begun(lengths) for lengths in (self.uneven, self.even)}
         return max(self._verify(self._filled(lengths), begun, drafted(begun)) for lengths, begun in texts.items())
 
@@ -268,10 +268,10 @@ class _Trial:
         return worst
 
     def text(self) -> float:
-        """What `generate` writes after a prompt that ends before every limit and after one that ends past them, in one
+        """`generate`'s text after a prompt that ends before every limit and after one that ends past them, in one
         batch.
 
-        Returns by how much the likeliest token's logit is above that of the token written.
+        Returns the largest difference between the likeliest token's logit and that of the generated token.
         """
         prompts = [text[:length] for text, length in zip(self.texts, self.around, strict=True)]
         written = [self._generated(prompt) for prompt in prompts]
@@ -300,7 +300,7 @@ class _Trial:
         return self._both(lambda texts: self._chain(texts, 5))
 
     def cut(self) -> float:
-        """One slot accepts two tokens of five, the other none."""
+        """One slot accepts two of five tokens, the other none."""
         cache, begun = self._filled(self.uneven), self._begun(self.uneven)
         self._logits(cache, begun, self._chain(begun, 5))
         cache.keep([[0, 1], []])
@@ -311,7 +311,7 @@ class _Trial:
         return self._both(lambda texts: tree_of(self.nodes))
 
     def path(self) -> float:
-        """One slot accepts the tree's longest path, the other a younger child of the anchor."""
+        """One slot accepts the tree's longest path, the other a later child of the anchor."""
         cache, begun = self._filled(self.uneven), self._begun(self.uneven)
         self._logits(cache, begun, tree_of(self.nodes))
         cache.keep([PATH, [2]])
@@ -325,7 +325,7 @@ def _max_difference(one: Tensor, other: Tensor) -> float:
 
 
 def _limits(target: Any) -> list[int]:
-    """Windows and chunks that are near, including those that only the config names."""
+    """Sizes of windows and chunks up to a bound, including those that only the config names."""
     most = 512 if target.device.type == "cpu" else 4096
     config = target.model.config.get_text_config(decoder=True)
     named = [getattr(config, name, None) for name in WINDOWS]
@@ -334,10 +334,10 @@ def _limits(target: Any) -> list[int]:
 
 
 def _length(target: Any) -> int:
-    """Past the window, and just before a chunk's border, where that is near; always within the context."""
+    """A text length past the window, or just before a chunk's end, if these are near; always within the context."""
     sizes = _limits(target)
     length = max([24, *(size + 12 for size in sizes)])
-    if target.family.rotary is not None:  # past that, a pass without a cache gives all tokens the factors of the last
+    if target.family.rotary is not None:  # beyond it, a pass without a cache uses the last token's factors for all
         return max(2, min(length, target.family.rotary.original - 9))
     for limit in target.family.limits.values():
         if limit is not None and limit.kind == "chunk" and limit.size in sizes:
@@ -346,8 +346,8 @@ def _length(target: Any) -> int:
 
 
 def _around(target: Any, most: int) -> list[int]:
-    """Lengths, `most` at most, of a prompt that ends before every limit that is near and of one that ends past them."""
-    # `generate` of some families changes from here on, whether their rotary factors change or not
+    """Lengths, `most` at most, of a prompt that ends before every near limit and of one that ends past them."""
+    # in some families `generate` changes here, even if their rotary factors don't
     config, rotary = target.model.config.get_text_config(decoder=True), target.family.rotary
     firsts = [getattr(config, "original_max_position_embeddings", None), None if rotary is None else rotary.original]
     limits = [*_limits(target), *(first for first in firsts if isinstance(first, int) and first <= 512)]
