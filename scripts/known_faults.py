@@ -310,7 +310,7 @@ FAULTS = [
     ),
     fault(
         "in a merged proposal a child can come before its parent when both have the same share",
-        ("merged", "(-node[1], len(node[0]))", "(-node[1], -len(node[0]))"),
+        ("merge_proposals", "(-node[1], len(node[0]))", "(-node[1], -len(node[0]))"),
     ),
     fault(
         "a corpus made with another tokenizer proposes its token ids anyway",
@@ -705,8 +705,8 @@ FAULTS = [
         "a drafter trained for a target with the same shape but other weights is accepted",
         (
             "check_binding",
-            'if "" in (mine["weights_hash"], theirs.get("weights_hash")):',
-            'if quantised or "" in (mine["weights_hash"], theirs.get("weights_hash")):',
+            'if "" in (actual["weights_hash"], trained.get("weights_hash")):',
+            'if quantised or "" in (actual["weights_hash"], trained.get("weights_hash")):',
         ),
     ),
     fault(
@@ -721,7 +721,7 @@ FAULTS = [
         "a checkpoint that was trained for another target is loaded",
         (
             "check_binding",
-            'if quantised and (theirs.get("base_hash") or theirs.get("weights_hash")) == (spec.base_hash or spec.weights_hash):',
+            'if quantised and (trained.get("base_hash") or trained.get("weights_hash")) == (spec.base_hash or spec.weights_hash):',
             "if quantised:",
         ),
     ),
@@ -754,7 +754,7 @@ FAULTS = [
     ),
     fault(
         "decoding in halves returns the answers in the wrong order",
-        ("generate", "[found[i % 2][i // 2] for i in range(len(asked))]", "[*found[0], *found[1]]"),
+        ("generate", "[generations[i % 2][i // 2] for i in range(len(batch))]", "[*generations[0], *generations[1]]"),
     ),
     # config
     fault(
@@ -763,7 +763,7 @@ FAULTS = [
     ),
     fault(
         "a setting that is in a JSON file twice silently takes the last value",
-        ("once", "if name in found:", "if name in found and found[name] is value:"),
+        ("once", "if name in values:", "if name in values and values[name] is value:"),
     ),
     # data
     fault(
@@ -940,8 +940,8 @@ FAULTS = [
         "--force continues a training with another optimizer's moments",
         (
             "changes",
-            "if found and (not force or any(change.key in FIXED for change in found)):",
-            "if found and not force:",
+            "if changed and (not force or any(change.key in FIXED for change in changed)):",
+            "if changed and not force:",
         ),
     ),
     fault(
@@ -1437,7 +1437,7 @@ FAULTS = [
     ),
     fault(
         "outrider replay --redact writes answers in plain text",
-        ("replay", "retries, timeout, seed, redact,", "retries, timeout, seed,"),
+        ("replay", "slo=limits(slo))", "slo=limits(slo), redact=False)"),
     ),
     fault("outrider serve --log-prompts logs no prompts", ("_service", ", log_prompts=config.log_prompts)", ")")),
     fault(

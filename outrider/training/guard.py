@@ -65,23 +65,23 @@ class Guard:
         self.held: Any = Held(optimizer)
         """Given to `step.optimise` in the optimiser's place."""
 
-    def meet(self, found: dict[str, Any], facts: dict[str, Any], batch: Callable[[], Iterator[Batch]]) -> None:
-        """Judge a step of the training that these facts describe: take it, or put into `found` why it is `bad`.
+    def meet(self, figures: dict[str, Any], facts: dict[str, Any], batch: Callable[[], Iterator[Batch]]) -> None:
+        """Judge a step of the training that these facts describe: take it, or put into `figures` why it is `bad`.
 
         batch: gives the step's batches once more, to find where it went wrong.
         Raises TrainingError for one bad step too many.
         """
-        if "bad" in found:
-            found["bad"] += first_of(self.processes, self._blame(batch))
-        elif (spike := self._spike(found["loss"], facts.get("losses", ()))) is not None:
-            found["bad"] = spike
-        if "bad" not in found:
+        if "bad" in figures:
+            figures["bad"] += first_of(self.processes, self._blame(batch))
+        elif (spike := self._spike(figures["loss"], facts.get("losses", ()))) is not None:
+            figures["bad"] = spike
+        if "bad" not in figures:
             self.held.take()
-            facts["losses"] = [*facts.get("losses", ()), found["loss"]][-REMEMBERED:]
+            facts["losses"] = [*facts.get("losses", ()), figures["loss"]][-REMEMBERED:]
             for key in ("skipped", "restored"):
                 facts.pop(key, None)
             return
-        self._skip(f"step {facts['step']}: {found['bad']}", facts)
+        self._skip(f"step {facts['step']}: {figures['bad']}", facts)
 
     def _skip(self, problem: str, facts: dict[str, Any]) -> None:
         facts["skipped"], most = facts.get("skipped", 0) + 1, self.config.skip
@@ -117,10 +117,10 @@ class Guard:
         after = torch.get_rng_state()
         torch.set_rng_state(self.held.noise)
         try:
-            found = first_bad_module(self.model, batch(), self.config.dtype)
+            module = first_bad_module(self.model, batch(), self.config.dtype)
         finally:
             torch.set_rng_state(after)
-        return "" if found is None else f"; first bad module: {found}"
+        return "" if module is None else f"; first bad module: {module}"
 
     def _restore(self) -> bool:
         """Take the last checkpoint's weights and moments; whether there was one with both."""
@@ -137,14 +137,14 @@ class Guard:
 @torch.no_grad()
 def first_bad_module(model: DraftModel, batches: Iterator[Batch], dtype: str) -> str | None:
     """The first module whose output is not finite although its input is, by name and type; None where all are fine."""
-    found: list[str] = []
+    bad_modules: list[str] = []
 
     def looked(name: str) -> Callable[..., None]:
-        def look(module: nn.Module, given: Any, named: Any, output: Any) -> None:
+        def look(module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
             # an attention mask is -inf where nothing is seen
-            is_fed_bad = any(bool((v.isnan() | v.isposinf()).any()) for v in _floats((given, named)))
-            if not found and not is_fed_bad and any(not bool(v.isfinite().all()) for v in _floats(output)):
-                found.append(f"{name} ({type(module).__name__})")
+            is_fed_bad = any(bool((v.isnan() | v.isposinf()).any()) for v in _floats((inputs, named)))
+            if not bad_modules and not is_fed_bad and any(not bool(v.isfinite().all()) for v in _floats(output)):
+                bad_modules.append(f"{name} ({type(module).__name__})")
 
         return look
 
@@ -156,15 +156,15 @@ def first_bad_module(model: DraftModel, batches: Iterator[Batch], dtype: str) ->
             with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
                 predictions = model.predict(batch)
                 for _ in predictions.chunks(chunk_size(predictions)):
-                    if found:
+                    if bad_modules:
                         break
-            if found:
+            if bad_modules:
                 break
     finally:
         torch.clear_autocast_cache()  # it holds weights cast without a gradient
         for hook in hooks:
             hook.remove()
-    return found[0] if found else None
+    return bad_modules[0] if bad_modules else None
 
 
 def _floats(value: Any) -> Iterator[Tensor]:

@@ -30,8 +30,8 @@ UNREACHABLE = 20.0
 
 def ce(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
     """-log q[label]: hard labels; needs no target logits."""
-    found = F.cross_entropy(draft.float(), labels, reduction="none")
-    return torch.where(found.isinf(), UNREACHABLE, found)
+    nats = F.cross_entropy(draft.float(), labels, reduction="none")
+    return torch.where(nats.isinf(), UNREACHABLE, nats)
 
 
 def kl(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
@@ -113,8 +113,8 @@ def check(loss: dict[str, float]) -> dict[str, float]:
 
 def combine(loss: Mapping[str, float], draft: Tensor, target: Tensor, labels: Tensor, near: float = 0.0) -> Tensor:
     """The weighted sum of divergences, [m].  near as in `lk_lambda`, for those of `BY_OVERLAP`."""
-    found = draft.new_zeros(())
+    total = draft.new_zeros(())
     for name, weight in loss.items():
-        own = (near,) if name in BY_OVERLAP else ()
-        found = found + weight * DIVERGENCES[name](draft, target, labels, *own)
-    return found
+        extra = (near,) if name in BY_OVERLAP else ()
+        total = total + weight * DIVERGENCES[name](draft, target, labels, *extra)
+    return total

@@ -67,9 +67,9 @@ def check(position: dict[str, float]) -> dict[str, float]:
 
 def weights(position: Mapping[str, float], rows: Predictions, part: slice, draft: Tensor | None = None) -> Tensor:
     """[m] weights of a chunk: the method's own, or those of `position`.  draft: its logits [m, V]; dpace needs them."""
-    own = rows.weight[part]
+    method_weights = rows.weight[part]
     if not position:
-        return own
+        return method_weights
     [(name, number)] = position.items()
 
     def confidence() -> Tensor:
@@ -77,7 +77,7 @@ def weights(position: Mapping[str, float], rows: Predictions, part: slice, draft
         labels = rows.labels[part, None]
         return draft.detach().float().log_softmax(-1).gather(-1, labels)[:, 0].exp()
 
-    return WEIGHINGS[name](number, rows, part, confidence) * (own > 0)
+    return WEIGHINGS[name](number, rows, part, confidence) * (method_weights > 0)
 
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

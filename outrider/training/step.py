@@ -89,22 +89,22 @@ class Sums:
         """What the batches of all processes add up to.  parts: of every process."""
         if len(parts) == 1:
             return self
-        found = Sums()
+        total = Sums()
         for weight, terms, shares, counts in parts:
             added = {name: torch.tensor(term, dtype=torch.float64) for name, term in terms.items()}
-            found.add(torch.tensor(weight), added, torch.tensor(shares), torch.tensor(counts))
-        found.first = torch.ones(())
-        return found
+            total.add(torch.tensor(weight), added, torch.tensor(shares), torch.tensor(counts))
+        total.first = torch.ones(())
+        return total
 
     def says(self) -> dict[str, Any]:
         """Loss and terms, and where rows were counted acceptance by depth and mean overlap."""
         scale = self.scale
-        found: dict[str, Any] = {name: float(term) * scale for name, term in self.terms.items()}
+        figures: dict[str, Any] = {name: float(term) * scale for name, term in self.terms.items()}
         if not len(self.rows):
-            return found
+            return figures
         accepted = (self.shares / self.rows.clamp(min=1)).tolist()
         expected = 1 + sum(math.prod(accepted[: k + 1]) for k in range(len(accepted)))
-        return found | {
+        return figures | {
             "acceptance": [round(a, 4) for a in accepted], "expected_tokens_per_step": round(expected, 4),
             "overlap": float(self.shares.sum() / self.rows.sum().clamp(min=1)),
         }  # fmt: skip
@@ -142,18 +142,18 @@ def optimise(
                 accumulate(predictions, config, is_counted, chosen, near, sums, processes)
         predictions.backward()
     sums = sums.over(processes.weights.reduce(model, sums.parts))
-    found, scale = sums.says(), sums.scale
+    figures, scale = sums.says(), sums.scale
     if scale != 1:
         for weight in model.parameters():
             if weight.grad is not None:
                 weight.grad *= scale
     norm = processes.weights.full(torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip))
-    if not (math.isfinite(found["loss"]) and bool(norm.isfinite())):
-        what = f"the loss is {found['loss']}, the gradient's norm {float(norm)}"
+    if not (math.isfinite(figures["loss"]) and bool(norm.isfinite())):
+        what = f"the loss is {figures['loss']}, the gradient's norm {float(norm)}"
         tensor = first_of(processes, first_bad(model, batch, processes.weights).removeprefix(NONE)) or NONE
-        return found | {"bad": f"{what}; first bad tensor: {tensor}"}
+        return figures | {"bad": f"{what}; first bad tensor: {tensor}"}
     optimizer.step(lr)
-    return found | {"lr": lr, "gradient_norm": round(float(norm), 4)}
+    return figures | {"lr": lr, "gradient_norm": round(float(norm), 4)}
 
 
 def first_of(processes: Processes, problem: str) -> str:
@@ -196,9 +196,9 @@ def accumulate(
     # D-PACE needs a row's logits for its weight, so its blocks are counted, not weighed
     counts = "dpace" in config.position
     weights = learnt.float() if counts else rows.weights(config.position, predictions, slice(None)) * learnt
-    own = weights.sum().clamp(min=1e-9)
+    local_total = weights.sum().clamp(min=1e-9)
     if sums.first is None:  # what all processes have is known at the end of the step
-        sums.first = own if processes.count == 1 else torch.ones_like(own)
+        sums.first = local_total if processes.count == 1 else torch.ones_like(local_total)
     total = sums.first
     terms_at = {"loss": torch.zeros((), dtype=torch.float64, device=total.device)}
     depths = int(predictions.depth.max()) + 1 if len(predictions.depth) and is_counted else 0
@@ -226,7 +226,7 @@ def accumulate(
             shares.index_add_(0, depth, share[is_own])
             rows_at.index_add_(0, depth, torch.ones(len(depth)))
         del draft, target, gradient, extra, learning  # or the next chunk's logits would be made beside these
-    sums.add(own, terms_at, shares, rows_at)
+    sums.add(local_total, terms_at, shares, rows_at)
     return sums
 
 
@@ -241,12 +241,12 @@ def diverge(
     """
 
     def in_one_go(here: slice) -> tuple[Tensor, Tensor, Tensor]:
-        own = draft[here].detach().requires_grad_()
-        value = losses.combine(loss, own, target[here], labels[here], near)
-        [gradient] = torch.autograd.grad(value, own, weight[here].to(value.dtype))
+        logits = draft[here].detach().requires_grad_()
+        value = losses.combine(loss, logits, target[here], labels[here], near)
+        [gradient] = torch.autograd.grad(value, logits, weight[here].to(value.dtype))
         if not is_counted:
             return value.detach(), gradient, weight[:0]
-        share = overlap(target[here].float().softmax(-1), own.detach().float().softmax(-1))
+        share = overlap(target[here].float().softmax(-1), logits.detach().float().softmax(-1))
         return value.detach(), gradient, share
 
     count = max(1, CACHED_ELEMENTS // draft.shape[-1])
@@ -282,11 +282,11 @@ def rate(step: int, config: Config, joined: Joined | None = None) -> float:
     """
     last = config.last_step
     warm = max(1, round(config.warmup * last))
-    found = (step + 1) / warm if step < warm else 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, last - warm)))
+    planned = (step + 1) / warm if step < warm else 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, last - warm)))
     if joined is None:
-        return found
+        return planned
     share = min(1.0, (step - joined.step + 1) / joined.length(config))
-    return joined.rate + share * (found - joined.rate)
+    return joined.rate + share * (planned - joined.rate)
 
 
 NONE = "none of inputs, weights and gradients: the loss itself overflowed"

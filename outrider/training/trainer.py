@@ -101,9 +101,9 @@ def train(
                     probes.look(model, loop.step)
                 if probes.is_over:
                     break
-                found = loop.take(metrics)
+                figures = loop.take(metrics)
                 if on_step is not None:
-                    on_step(loop.step, found)
+                    on_step(loop.step, figures)
                 if loop.step == config.last_step:
                     processes.gather(None)  # no step is left to learn in of a stop that was asked for meanwhile
                 stops = asked_to_stop()
@@ -136,8 +136,8 @@ class _Loop:
     @property
     def step(self) -> int:
         """Steps taken."""
-        found: int = self.facts["step"]
-        return found
+        step: int = self.facts["step"]
+        return step
 
     @property
     def seconds(self) -> float:
@@ -171,19 +171,19 @@ class _Loop:
         looks = not losses.BY_OVERLAP.isdisjoint(config.loss) and self.step % LOOK_EVERY == 0
         batches, near = _Batches(self.source, config, self.step), facts.get("overlap", 0.0)
         flops = StepFlops() if is_logged else None
-        found = optimise(
+        figures = optimise(
             self.model, self.guard.held, batches, config, self.step, is_logged or looks, self.reference, near,
             self._joined, self.processes, flops,
         )  # fmt: skip
         facts["step"] += 1
-        self.guard.meet(found, facts, batches.again)
-        if looks and "bad" not in found:
-            facts["overlap"] = found["overlap"]
+        self.guard.meet(figures, facts, batches.again)
+        if looks and "bad" not in figures:
+            facts["overlap"] = figures["overlap"]
         facts["tokens"] += batches.tokens
-        if flops is not None and "bad" not in found:
-            found |= self._pace.facts(facts["tokens"], batches.tokens, flops.count)
-            metrics.write({"step": self.step, **found, "seconds": round(self.seconds, 2), "tokens": facts["tokens"]})
-        return found
+        if flops is not None and "bad" not in figures:
+            figures |= self._pace.facts(facts["tokens"], batches.tokens, flops.count)
+            metrics.write({"step": self.step, **figures, "seconds": round(self.seconds, 2), "tokens": facts["tokens"]})
+        return figures
 
     def save(self, is_asked: bool) -> None:
         """Write a checkpoint where one is asked for, or due; those that were due are kept."""
@@ -251,9 +251,9 @@ def _check(model: DraftModel, config: Config, folder: Path, reference: DraftMode
             f"train.select {config.select} needs the reference {config.reference}; give its loaded model as `reference`"
         )
     if reference is not None and (reference.config.kind, reference.taps) != (model.config.kind, model.taps):
-        own, other = (f"a {each.config.kind} with taps {each.taps}" for each in (model, reference))
+        model_text, other = (f"a {each.config.kind} with taps {each.taps}" for each in (model, reference))
         raise ConfigError(
-            f"train.reference is {other}, but the drafter is {own}; use a reference of the same kind and taps"
+            f"train.reference is {other}, but the drafter is {model_text}; use a reference of the same kind and taps"
         )
     slow = machine.slow_type(config.dtype, machine.TRAINING) if model.target.device.type == "cpu" else None
     if slow is not None:
@@ -261,19 +261,20 @@ def _check(model: DraftModel, config: Config, folder: Path, reference: DraftMode
 
 
 def _save(
-    place: Path, model: DraftModel, optimizer: Optimizers, facts: Mapping[str, Any], given: Mapping[str, Path],
+    place: Path, model: DraftModel, optimizer: Optimizers, facts: Mapping[str, Any], hash_files: Mapping[str, Path],
     processes: Processes,
 ) -> None:  # fmt: skip
-    """Write the checkpoint, as of one process, with the hashes of all texts that it was trained on; `given` are those
-    not stored yet."""
+    """Write the checkpoint, as of one process, with the hashes of all texts that it was trained on; `hash_files`
+    are those not stored yet."""
     state = pack(model, optimizer, processes.weights, processes.is_first)
     with processes.weights.whole(model) as whole:
         if whole is not None:
-            _write(place, whole, state, facts, given)
+            _write(place, whole, state, facts, hash_files)
 
 
 def _write(
-    place: Path, model: DraftModel, state: Mapping[str, Tensor], facts: Mapping[str, Any], given: Mapping[str, Path]
+    place: Path, model: DraftModel, state: Mapping[str, Tensor], facts: Mapping[str, Any],
+    hash_files: Mapping[str, Path],
 ) -> None:  # fmt: skip
     """As `_save`, in the process that writes."""
     if lost := not_finite({**weights_of(model), **state}):
@@ -283,7 +284,7 @@ def _write(
         )
     there = checkpoint.whole(place)
     stored = {one["file"]: there / one["file"] for one in facts["ngram_hashes"] if one is not None}
-    files = {name: path if path.exists() else given.get(name, path) for name, path in stored.items()}
+    files = {name: path if path.exists() else hash_files.get(name, path) for name, path in stored.items()}
     files[checkpoint.PROVENANCE] = place.parent / checkpoint.PROVENANCE  # of the run, where it has one
     checkpoint.save(place, model, facts, state, files)
 
@@ -326,19 +327,19 @@ def _finish_the_step(processes: Processes) -> Iterator[Callable[[], bool]]:
     Of several processes all stop where one was asked; what comes after a step's gradients were summed ends the next
     one.  There a second signal changes nothing: the launcher passes on what came to every process already.
     """
-    asked: list[bool] = []
+    requests: list[bool] = []
 
     def ask(number: int, frame: Any) -> None:
-        if asked and processes.count == 1:
+        if requests and processes.count == 1:
             raise KeyboardInterrupt
-        asked.append(True)
+        requests.append(True)
 
     before: dict[int, Any] = {}
     with suppress(ValueError):  # not the main thread: there no signal arrives
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, ask)
     try:
-        yield processes.agreed(lambda: bool(asked))
+        yield processes.agreed(lambda: bool(requests))
     finally:
         for number_before, handler in before.items():
             signal.signal(number_before, handler)

@@ -63,7 +63,7 @@ def test_a_planted_scaling_is_found_again():
 def test_slots_that_were_not_seen_do_not_count():
     """Catches padding, or a slot behind the end of a text, taken for a rejection."""
     outcomes = planted()
-    known = outcomes.known.clone()
+    known = outcomes.is_drafted.clone()
     known[::2, 1:] = False
     spoilt = outcomes.survived & known
     for k in range(3):

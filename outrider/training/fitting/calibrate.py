@@ -57,16 +57,16 @@ def watch(
     """
     longest = max(map(len, prompts), default=0)
     if longest + max_new_tokens > target.spec.context:
-        given = f"a prompt of {longest} tokens and {max_new_tokens} new ones"
+        request = f"a prompt of {longest} tokens and {max_new_tokens} new ones"
         raise DataError(
-            f"{given} do not fit into the target's context of {target.spec.context}; give shorter prompts, or fewer "
+            f"{request} do not fit into the target's context of {target.spec.context}; give shorter prompts, or fewer "
             "tokens"
         )
     requests = [
         Request(prompt, max_new_tokens, Sampling(temperature, seed=seed + i), detokenizer=target.detokenizer)
         for i, prompt in enumerate(prompts)
     ]
-    judge, done, found = _Noting(), 0, []
+    judge, done, outcomes = _Noting(), 0, []
     for step in serve(target, requests, drafter, policy="fixed", judge=judge, slots=slots, shared_noise=False):
         draft, b = judge.draft, judge.rows.index(step.row)
         if max(draft.live) and (draft.confidence is None or draft.branches):
@@ -77,16 +77,16 @@ def watch(
         if draft.live[b] and draft.confidence is not None:
             promised = draft.confidence[b, : draft.live[b]].to("cpu", torch.float64, copy=True)
             # a text that ends within a draft gets no token of the target's own
-            found.append((promised, len(promised), step.accepted, len(step.tokens) == step.accepted, step.request))
+            outcomes.append((promised, len(promised), step.accepted, len(step.tokens) == step.accepted, step.request))
         done += step.finish_reason is not None
         if step.finish_reason is not None and on_prompt is not None:
             on_prompt(done)
-    if not found:
+    if not outcomes:
         raise DataError(
             f"{len(prompts)} prompts of {max_new_tokens} new tokens gave no draft to calibrate on; give more prompts "
             "and tokens"
         )
-    promises, *columns = zip(*found, strict=True)
+    promises, *columns = zip(*outcomes, strict=True)
     confidence = pad_sequence(list(promises), batch_first=True, padding_value=1.0)
     drafted, accepted, ended, numbers = (torch.tensor(column)[:, None] for column in columns)
     at = torch.arange(confidence.shape[1])
@@ -135,25 +135,25 @@ def calibrate(
         on_prompt=on_prompt,
     )  # fmt: skip
     scaled, judged = outcomes.of(outcomes.prompts % 2 == 0), outcomes.of(outcomes.prompts % 2 == 1)
-    fewest = int(min(half.known.sum(0).min() for half in (scaled, judged)))
+    fewest = int(min(half.is_drafted.sum(0).min() for half in (scaled, judged)))
     if fewest < MIN_DRAFTS:
-        given = f"got {fewest} from {len(prompts)} prompts with answers of {max_new_tokens} tokens"
+        drafts = f"got {fewest} from {len(prompts)} prompts with answers of {max_new_tokens} tokens"
         enough = -(-len(prompts) * MIN_DRAFTS // max(fewest, 1))
-        wanted = f"each position of a block needs at least {MIN_DRAFTS} drafts"
-        raise DataError(f"{wanted}, {given}; give at least {enough} prompts, or allow longer answers")
+        required = f"each position of a block needs at least {MIN_DRAFTS} drafts"
+        raise DataError(f"{required}, {drafts}; give at least {enough} prompts, or allow longer answers")
     change = scaling(scaled, shifting)
     better = judged.scaled(change)
     before = head.temperatures.double().cpu()
-    own = Scaling(before * change.temperatures, head.shifts.double().cpu() + before * change.shifts)
-    found = Calibration(
-        temperatures=own.temperatures.tolist(), shifts=own.shifts.tolist(),
+    scales = Scaling(before * change.temperatures, head.shifts.double().cpu() + before * change.shifts)
+    calibration = Calibration(
+        temperatures=scales.temperatures.tolist(), shifts=scales.shifts.tolist(),
         before=judged.errors(), after=better.errors(), noise=better.noise(),
         drafts=(len(scaled.confidence), len(judged.confidence)), prompts=(-(-len(prompts) // 2), len(prompts) // 2),
         temperature=temperature,
     )  # fmt: skip
-    weights = {f"{name}.{key}": value.float() for key, value in own._asdict().items()}
-    _write(folder, out, target, weights, {"calibration": asdict(found)})
-    return found
+    weights = {f"{name}.{key}": value.float() for key, value in scales._asdict().items()}
+    _write(folder, out, target, weights, {"calibration": asdict(calibration)})
+    return calibration
 
 
 def _write(

@@ -122,11 +122,11 @@ def calibrate(
     Raises ConfigError for a target without a tokenizer, DataError where no answer holds a token.
     """
     decode, traces = decode_of(target, "relay"), list[Trace]()
-    found = generate(target, [list(prompt) for prompt in prompts], max_new_tokens=max_new_tokens, slots=slots)
-    for prompt, answer in zip(prompts, found, strict=True):
+    answers = generate(target, [list(prompt) for prompt in prompts], max_new_tokens=max_new_tokens, slots=slots)
+    for prompt, answer in zip(prompts, answers, strict=True):
         text, start = [*prompt, *answer.tokens], len(prompt)
-        own = margins(small_model, text, start)
-        traces.append(Trace(pieces(decode, text, len(text) - len(own)), own))
+        answer_margins = margins(small_model, text, start)
+        traces.append(Trace(pieces(decode, text, len(text) - len(answer_margins)), answer_margins))
         say(len(traces))
     return ranked(traces, words, min_count)
 
@@ -139,5 +139,5 @@ def margins(model: Any, text: Sequence[int], start: int) -> list[float]:
     hidden: Tensor = model.read(torch.tensor([text[first:]], device=model.device), ())[0]
     p = model.head(hidden[0, max(0, start - first - 1) : -1]).float().softmax(-1)
     best = p.topk(2, -1).values
-    found: list[float] = (best[:, 0] - best[:, 1]).tolist()
-    return found
+    gaps: list[float] = (best[:, 0] - best[:, 1]).tolist()
+    return gaps

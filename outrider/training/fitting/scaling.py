@@ -31,14 +31,14 @@ class Outcomes:
     """[M, K] float64, of each slot given the slots before it."""
     survived: Tensor
     """[M, K] bool, whether slots 0..k were all accepted."""
-    known: Tensor
+    is_drafted: Tensor
     """[M, K] bool, False where a slot was not drafted, or is after the end of the text."""
     prompts: Tensor
     """[M] int64, which prompt."""
 
     def of(self, chosen: Tensor) -> Outcomes:
         """The outcomes of the rows in `chosen` [M] bool."""
-        return Outcomes(self.confidence[chosen], self.survived[chosen], self.known[chosen], self.prompts[chosen])
+        return Outcomes(self.confidence[chosen], self.survived[chosen], self.is_drafted[chosen], self.prompts[chosen])
 
     def scaled(self, by: Scaling) -> Outcomes:
         """The outcomes with the confidences that other temperatures and shifts give."""
@@ -46,18 +46,18 @@ class Outcomes:
 
     def errors(self) -> list[float]:
         """Expected calibration error of accepting each slot."""
-        slots = zip(self.confidence.cumprod(-1).T, self.survived.T, self.known.T, strict=True)
-        return [ece(predicted[known], survived[known]) for predicted, survived, known in slots]
+        slots = zip(self.confidence.cumprod(-1).T, self.survived.T, self.is_drafted.T, strict=True)
+        return [ece(predicted[is_drafted], survived[is_drafted]) for predicted, survived, is_drafted in slots]
 
     def noise(self, draws: int = 100) -> list[float]:
         """The errors of perfect confidences on as many drafts: outcomes are drawn from the confidences themselves."""
         generator = torch.Generator().manual_seed(0)
-        found = []
-        for predicted, known in zip(self.confidence.cumprod(-1).T, self.known.T, strict=True):
-            mine = predicted[known]
+        errors = []
+        for predicted, is_drafted in zip(self.confidence.cumprod(-1).T, self.is_drafted.T, strict=True):
+            mine = predicted[is_drafted]
             drawn = (ece(mine, torch.rand(len(mine), generator=generator) < mine) for _ in range(draws))
-            found.append(sum(drawn) / draws)
-        return found
+            errors.append(sum(drawn) / draws)
+        return errors
 
 
 def ece(predicted: Tensor, accepted: Tensor, bins: int = BINS) -> float:
@@ -80,16 +80,16 @@ class Scaling(NamedTuple):
 def scaling(outcomes: Outcomes, shifting: bool = True) -> Scaling:
     """Slot by slot the temperature with the smallest error of the product up to it.  shifting=False is the paper's
     way."""
-    found: list[tuple[Tensor, Tensor]] = []
+    scalings: list[tuple[Tensor, Tensor]] = []
     reached = torch.ones(len(outcomes.confidence), dtype=torch.float64)
-    for confidence, survived, known in zip(
-        _logits(outcomes.confidence).T, outcomes.survived.T, outcomes.known.T, strict=True
+    for confidence, survived, is_drafted in zip(
+        _logits(outcomes.confidence).T, outcomes.survived.T, outcomes.is_drafted.T, strict=True
     ):
-        slot = _Slot(reached[known], confidence[known], survived[known], shifting)
+        slot = _Slot(reached[is_drafted], confidence[is_drafted], survived[is_drafted], shifting)
         coarse, _ = slot.best(torch.linspace(-3, 3, 33, dtype=torch.float64).exp2())
-        found.append(slot.best(coarse * torch.linspace(-3 / 16, 3 / 16, 13, dtype=torch.float64).exp2()))
-        reached = reached * _tempered(confidence, *found[-1])
-    return Scaling(*(torch.stack(column) for column in zip(*found, strict=True)))
+        scalings.append(slot.best(coarse * torch.linspace(-3 / 16, 3 / 16, 13, dtype=torch.float64).exp2()))
+        reached = reached * _tempered(confidence, *scalings[-1])
+    return Scaling(*(torch.stack(column) for column in zip(*scalings, strict=True)))
 
 
 class _Slot(NamedTuple):

@@ -69,7 +69,7 @@ class Found:
 
 def search(
     target: Target, prompts: Sequence[list[int]], *, tokens: int = 64, tries: int = 60, length: int = 8, seed: int = 0,
-    say: Callable[[int, Found], None] = lambda number, found: None,
+    say: Callable[[int, Found], None] = lambda number, candidate: None,
 ) -> list[Found]:  # fmt: skip
     """Try sets of sublayers on the target's own greedy texts; all that were tried, the best expected speed-up first.
 
@@ -87,26 +87,26 @@ def search(
         if skip not in tried:
             tried[skip] = clock.judged(skip)
             say(number, tried[skip])
-    by_speedup = lambda found: -found.speedup
+    by_speedup = lambda candidate: -candidate.speedup
     best = sorted(tried.values(), key=by_speedup)
-    return [*sorted((clock.judged(found.skip, is_timed=True) for found in best[:3]), key=by_speedup), *best[3:]]
+    return [*sorted((clock.judged(candidate.skip, is_timed=True) for candidate in best[:3]), key=by_speedup), *best[3:]]
 
 
 def _starts(layers: int, possible: Skip) -> list[Skip]:
     """Every second layer, early exits, and every MLP or attention of the middle."""
     exits = [frozenset(range(layers * part // 8, layers)) for part in (7, 6, 4)]
     middle = frozenset(range(1, layers - 1))
-    found = [Skip(early & possible.attention, early & possible.mlp) for early in exits]
-    found += [Skip(middle & possible.attention), Skip(mlp=middle & possible.mlp)]
-    return [skip for skip in (every_second(layers, possible), *found) if skip != Skip()]
+    starts = [Skip(early & possible.attention, early & possible.mlp) for early in exits]
+    starts += [Skip(middle & possible.attention), Skip(mlp=middle & possible.mlp)]
+    return [skip for skip in (every_second(layers, possible), *starts) if skip != Skip()]
 
 
 class _Texts:
     """The target's own texts in a cache, each twice: whole, and a copy to draft on."""
 
     def __init__(self, target: Target, prompts: Sequence[list[int]], tokens: int, length: int):
-        found = generate(target, [list(prompt) for prompt in prompts], max_new_tokens=tokens, slots=len(prompts))
-        texts = [(p, one.tokens) for p, one in zip(prompts, found, strict=True) if len(one.tokens) >= length]
+        answers = generate(target, [list(prompt) for prompt in prompts], max_new_tokens=tokens, slots=len(prompts))
+        texts = [(p, one.tokens) for p, one in zip(prompts, answers, strict=True) if len(one.tokens) >= length]
         if not texts:
             raise DataError(f"no text is {length} tokens long or longer; give other prompts, or a lower length")
         self.target, self.device, self.length = target, target.device, length
@@ -173,7 +173,7 @@ class _Clock:
         saved = sum(len(getattr(skip, which)) * each for which, each in self.saved.items())
         draft_s = _draft_s(self.skips, self.texts, skip) if is_timed else max(self.whole - saved, 0.02 * self.whole)
         spec = self.target.spec
-        own = spec.name, spec.weights_hash, tuple(sorted(skip.attention)), tuple(sorted(skip.mlp))
+        skipped = spec.name, spec.weights_hash, tuple(sorted(skip.attention)), tuple(sorted(skip.mlp))
         agreement, steps = float((leads > 0).double().mean()), torch.tensor(self.steps, dtype=torch.float64)
         options = []
         for min_confidence in THRESHOLDS:
@@ -183,8 +183,10 @@ class _Clock:
                 counts = torch.minimum(leads, sizes), (reach + 1).clamp(max=length)
                 accepted, passes = (float(count.double().mean()) for count in counts)
                 seconds = self.steps[0], draft_s, float(steps[sizes].mean())
-                options.append(Found(*own, length, min_confidence, agreement, accepted, passes, *seconds, len(leads)))
-        return max(options, key=lambda found: found.speedup)
+                options.append(
+                    Found(*skipped, length, min_confidence, agreement, accepted, passes, *seconds, len(leads))
+                )
+        return max(options, key=lambda candidate: candidate.speedup)
 
 
 def _draft_s(skips: SkipsLayers, texts: _Texts, skip: Skip) -> float:
@@ -226,7 +228,7 @@ def _next(space: list[tuple[str, int]], tried: dict[Skip, Found], noise: torch.G
     set's promise is its mean plus one standard deviation, so that unknown sets are tried as well.
     """
     x = torch.stack([_as_bits(space, skip) for skip in tried])
-    y = torch.tensor([found.speedup for found in tried.values()], dtype=torch.float64).log()
+    y = torch.tensor([candidate.speedup for candidate in tried.values()], dtype=torch.float64).log()
     best = x[y.argsort(descending=True)[:5]]
     few = best[torch.randint(len(best), (128,), generator=noise)]
     flips = torch.rand(few.shape, generator=noise) < 1.5 / len(space)

@@ -54,9 +54,9 @@ class Group:
             self.weights = Shards(self.gather)
 
     def gather(self, value: T) -> list[T]:
-        found = [pickle.loads(each) for each in self._exchanged(pickle.dumps((value, self._asks())))]
-        self._is_asked = any(asks for _, asks in found)
-        return [theirs for theirs, _ in found]
+        gathered = [pickle.loads(each) for each in self._exchanged(pickle.dumps((value, self._asks())))]
+        self._is_asked = any(asks for _, asks in gathered)
+        return [theirs for theirs, _ in gathered]
 
     def trainers(self, readers: int) -> Group | None:
         """Those of these processes that train where the last `readers` read the target for them; None in these."""
@@ -79,28 +79,28 @@ class Group:
         self._asks = asks
         return lambda: self._is_asked
 
-    def _exchanged(self, own: bytes) -> list[bytes]:
+    def _exchanged(self, payload: bytes) -> list[bytes]:
         """Every process's bytes, by rank; in one call where none has more than `SMALL_BYTES`."""
         size = SMALL_BYTES
         while True:
             sent = torch.zeros(HEADER_BYTES + size, dtype=torch.uint8)
-            sent[:HEADER_BYTES] = torch.tensor([len(own)]).view(torch.uint8)
-            taken = min(size, len(own))
-            sent[HEADER_BYTES : HEADER_BYTES + taken] = torch.frombuffer(bytearray(own[:taken]), dtype=torch.uint8)
-            found = [torch.empty_like(sent) for _ in range(self.count)]
-            distributed.all_gather(found, sent, group=self.control)
-            sizes = [int(each[:HEADER_BYTES].view(torch.int64)) for each in found]
+            sent[:HEADER_BYTES] = torch.tensor([len(payload)]).view(torch.uint8)
+            taken = min(size, len(payload))
+            sent[HEADER_BYTES : HEADER_BYTES + taken] = torch.frombuffer(bytearray(payload[:taken]), dtype=torch.uint8)
+            received = [torch.empty_like(sent) for _ in range(self.count)]
+            distributed.all_gather(received, sent, group=self.control)
+            sizes = [int(each[:HEADER_BYTES].view(torch.int64)) for each in received]
             if max(sizes) <= size:
                 return [
                     each[HEADER_BYTES : HEADER_BYTES + length].numpy().tobytes()
-                    for each, length in zip(found, sizes, strict=True)
+                    for each, length in zip(received, sizes, strict=True)
                 ]
             size = max(sizes)
 
     def same(self, value: T) -> T:
-        found = [value]
-        distributed.broadcast_object_list(found, src=0, group=self.control)
-        return found[0]
+        values = [value]
+        distributed.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]
 
 
 @contextmanager
@@ -117,11 +117,11 @@ def signals_ignored() -> Iterator[None]:
             signal.signal(number_before, handler)
 
 
-def device_of(given: str | None) -> str | None:
+def device_of(device: str | None) -> str | None:
     """The device of this process: the GPUs of a machine are shared out where none is named."""
     count = torch.cuda.device_count()
-    if launched() is None or given not in (None, "cuda") or not count:
-        return given
+    if launched() is None or device not in (None, "cuda") or not count:
+        return device
     return f"cuda:{local()[0] % count}"
 
 

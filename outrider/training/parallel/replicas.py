@@ -42,14 +42,14 @@ class Replicas:
 
     def reduce(self, model: nn.Module, value: T) -> list[T]:
         weights = list(model.parameters())
-        given = self._gather(([weight.grad is not None for weight in weights], value))
-        there = [any(column) for column in zip(*(flags for flags, _ in given), strict=True)]  # in another, perhaps
+        gathered = self._gather(([weight.grad is not None for weight in weights], value))
+        there = [any(column) for column in zip(*(flags for flags, _ in gathered), strict=True)]  # in another, perhaps
         for bucket in _buckets([weight for weight, is_there in zip(weights, there, strict=True) if is_there]):
             flat = torch.cat([_gradient(weight).flatten() for weight in bucket])
             distributed.all_reduce(flat, group=self._group)
             for weight, part in zip(bucket, flat.split([weight.numel() for weight in bucket]), strict=True):
                 weight.grad = part.view_as(weight)  # a copy would read and write all of them once more
-        return [theirs for _, theirs in given]
+        return [theirs for _, theirs in gathered]
 
     @contextmanager
     def whole(self, model: DraftModel) -> Iterator[DraftModel | None]:

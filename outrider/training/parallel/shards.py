@@ -66,20 +66,20 @@ class Shards:
         return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
 
     def load(self, folder: Path, model: DraftModel) -> None:
-        for own, weight in zip(self.plain.parameters(), _at_rest(model), strict=True):
-            own.data = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        for full_weight, weight in zip(self.plain.parameters(), _at_rest(model), strict=True):
+            full_weight.data = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         checkpoint.load_weights(folder, self.plain)
-        for own, weight in zip(self.plain.parameters(), _at_rest(model), strict=True):
-            self.local(weight.data).copy_(self.local(self.like(own.data, weight)))
+        for full_weight, weight in zip(self.plain.parameters(), _at_rest(model), strict=True):
+            self.local(weight.data).copy_(self.local(self.like(full_weight.data, weight)))
         self._empty()
 
     @contextmanager
     def whole(self, model: DraftModel) -> Iterator[DraftModel | None]:
         is_first = distributed.get_rank() == 0
-        for own, weight in zip(self.plain.parameters(), _at_rest(model), strict=True):
+        for full_weight, weight in zip(self.plain.parameters(), _at_rest(model), strict=True):
             full = self.full(weight.detach())
             if is_first:
-                own.data = full
+                full_weight.data = full
         for ours, buffer in zip(self.plain.buffers(), model.buffers(), strict=True):
             ours.data = buffer.data
         try:
@@ -88,8 +88,8 @@ class Shards:
             self._empty()
 
     def _empty(self) -> None:
-        for own in self.plain.parameters():
-            own.data = own.data.new_empty(0)
+        for full_weight in self.plain.parameters():
+            full_weight.data = full_weight.data.new_empty(0)
 
 
 def _at_rest(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -56,8 +56,8 @@ def tokens_per_step(row: Mapping[str, Any]) -> float | None:
     if held_out and held_out["agreement"]:
         shares = held_out["agreement"]
         return 1 + sum(math.prod(shares[: k + 1]) for k in range(len(shares)))
-    found = row.get("probe_tokens_per_step")
-    return None if found is None else float(found)
+    probed = row.get("probe_tokens_per_step")
+    return None if probed is None else float(probed)
 
 
 class Probes:
@@ -77,9 +77,9 @@ class Probes:
     @property
     def is_over(self) -> bool:
         """Whether the last `patience` probes were all no better than one before them."""
-        found = self._found()
-        best = max(found, key=lambda step: found[step], default=0)
-        return 0 < self.config.patience <= sum(step > best for step in found)
+        by_step = self._found()
+        best = max(by_step, key=lambda step: by_step[step], default=0)
+        return 0 < self.config.patience <= sum(step > best for step in by_step)
 
     def look(self, model: DraftModel, step: int) -> None:
         """Measure the model, whose checkpoint is the newest.  The random state stays, so that training is the same.
@@ -90,15 +90,15 @@ class Probes:
             return
         state = torch.get_rng_state()
         with self.processes.weights.whole(model) as whole:
-            found = self.processes.same({} if whole is None else dict(self.probe(whole.eval())))
+            figures = self.processes.same({} if whole is None else dict(self.probe(whole.eval())))
         torch.clear_autocast_cache()  # it holds weights cast without a gradient
         model.train()
         torch.set_rng_state(state)
-        value = tokens_per_step(found)
+        value = tokens_per_step(figures)
         is_best = value is not None and value > max(self._found().values(), default=0.0)
         if self.config.probe_every and is_best and self.processes.is_first:
             checkpoint.copy(self.folder / "checkpoint", self.folder / FOLDER / BEST, without=(checkpoint.TRAINING,))
-        self.metrics.write({"step": step, **found})
+        self.metrics.write({"step": step, **figures})
 
     def _found(self) -> dict[int, float]:
         """Tokens per step of all probes, by step."""

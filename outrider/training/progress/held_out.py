@@ -32,7 +32,7 @@ def acceptance(
     siblings = torch.tensor([*getattr(model.config, "siblings", ()), 0])
     state = torch.get_rng_state()
     torch.manual_seed(seed)  # which rows are drawn; the random state of the training is put back
-    found: list[tuple[torch.Tensor, ...]] = []
+    rows_by_depth: list[tuple[torch.Tensor, ...]] = []
     figures: dict[str, list[torch.Tensor]] = {}
     weighed = torch.zeros(2, dtype=torch.float64)
     """Sums of the weighted divergences, and of the weights."""
@@ -49,13 +49,13 @@ def acceptance(
                 choice = p.argmax(-1, keepdim=True)
                 rank = (q > q.gather(-1, choice)).sum(-1)
                 allowed = siblings.to(depth.device)[depth.clamp(max=len(siblings) - 1)]
-                found.append((depth, overlap(p.softmax(-1), q.softmax(-1)), rank == 0, rank <= allowed))
+                rows_by_depth.append((depth, overlap(p.softmax(-1), q.softmax(-1)), rank == 0, rank <= allowed))
                 if config is not None:
                     each = losses.combine(config.loss, draft, target, rows.labels[part])
                     weight = weights(config.position, rows, part, draft)
                     weighed += torch.stack([(weight * each).sum(), weight.sum()]).double().cpu()
     torch.set_rng_state(state)
-    depth, *columns = (torch.cat(column).cpu() for column in zip(*found, strict=True))
+    depth, *columns = (torch.cat(column).cpu() for column in zip(*rows_by_depth, strict=True))
     at = depth.bincount().clamp(min=1)
     means = [(depth.bincount(values.double()) / at).tolist() for values in columns]
     named = dict(zip(("overlap", "agreement", "with_siblings"), means, strict=True))

@@ -41,8 +41,8 @@ class Metrics:
                     part.write_bytes(b"".join(line for line, _ in valid))
             self.file = self.path.open("ab", buffering=1 << 20)  # holds what the disk has no room for
         except OSError as error:
-            wanted = "it is unchanged; free some space and run again"
-            raise TrainingError(f"can't write {self.path} ({error.strerror}); {wanted}") from error
+            advice = "it is unchanged; free some space and run again"
+            raise TrainingError(f"can't write {self.path} ({error.strerror}); {advice}") from error
         self.trackers = Trackers((), {}) if trackers is None else trackers
 
     def __enter__(self) -> Metrics:

@@ -48,14 +48,14 @@ def resume(place: Path, model: DraftModel, settings: Mapping[str, Any], force: b
         return {}
     manifest = checkpoint.manifest_of(place)
     checkpoint.check_binding(manifest, model.target, place)
-    found = changes(place, model, settings, force)
+    changed = changes(place, model, settings, force)
     step, trained = manifest["training"]["step"], _trained(manifest)
     if settings["steps"] < step:
         more = f"train.steps {settings['steps']} is less than that; set at least {step}, or give the run another name"
         raise CheckpointError(f"{place} was trained to step {step}, and {more}")
     checkpoint.check_taps(manifest, model, place)
     _check_files(place)
-    _load(place, model, found)
+    _load(place, model, changed)
     if step < settings["steps"] and not checkpoint.has_state(place):
         lacks = f"was stopped at step {step} and lacks {checkpoint.TRAINING}"
         raise CheckpointError(
@@ -64,8 +64,8 @@ def resume(place: Path, model: DraftModel, settings: Mapping[str, Any], force: b
     before = {"ngram_hashes": [None]} | manifest["training"]
     if settings["steps"] != trained["steps"] and step < settings["steps"]:
         before["joined"] = {"step": step, "rate": rate(step, Config(**trained), joined_of(before))}
-    if found:
-        _note(before, found, step)
+    if changed:
+        _note(before, changed, step)
     return {key: before[key] for key in RESUMED if key in before}
 
 
@@ -84,24 +84,28 @@ def changes(place: Path, model: DraftModel, settings: Mapping[str, Any], force: 
     """
     if not checkpoint.is_there(place):
         return []
-    found = _changes(checkpoint.manifest_of(place), model, settings, place)
-    if found and (not force or any(change.key in FIXED for change in found)):
-        raise CheckpointError(_refusal(place, found))
-    return found
+    changed = _changes(checkpoint.manifest_of(place), model, settings, place)
+    if changed and (not force or any(change.key in FIXED for change in changed)):
+        raise CheckpointError(_refusal(place, changed))
+    return changed
 
 
 def _changes(
     manifest: Mapping[str, Any], model: DraftModel, settings: Mapping[str, Any], place: Path
 ) -> list[Change]:  # fmt: skip
-    own, kind = type(model.config)().model_dump(mode="json"), manifest["kind"]
-    config = own | checkpoint.config_of(manifest, place, model.target) if kind == own["kind"] else manifest["config"]
+    defaults, kind = type(model.config)().model_dump(mode="json"), manifest["kind"]
+    config = (
+        defaults | checkpoint.config_of(manifest, place, model.target)
+        if kind == defaults["kind"]
+        else manifest["config"]
+    )
     theirs = {"drafter": config | {"kind": kind}, "train": _trained(manifest)}
     mine = {
         "drafter": model.config.model_dump(mode="json"),
         "train": {key: settings[key] for key in settings.keys() - FREE},
     }
-    if kind != own["kind"]:  # of another kind every setting is another
-        mine["drafter"] = {"kind": own["kind"]}
+    if kind != defaults["kind"]:  # of another kind every setting is another
+        mine["drafter"] = {"kind": defaults["kind"]}
     both = ((f"{part}.{key}", theirs[part].get(key), now) for part in mine for key, now in mine[part].items())
     return sorted(Change(*each) for each in both if each[1] != each[2])
 
@@ -111,13 +115,13 @@ def _trained(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return Config().model_dump(mode="json") | (manifest["training"].get("config") or {})
 
 
-def _refusal(place: Path, found: list[Change]) -> str:
+def _refusal(place: Path, changed: list[Change]) -> str:
     ways = "set them back, or give the run another name"
-    if fixed := [change.key for change in found if change.key in FIXED]:
+    if fixed := [change.key for change in changed if change.key in FIXED]:
         ways += f" ({', '.join(fixed)} can't change within a training)"
     else:
         ways = "set them back, give the run another name, or go on with the new ones by --force"
-    return f"{place} was trained with other settings: {'; '.join(map(str, found))}; {ways}"
+    return f"{place} was trained with other settings: {'; '.join(map(str, changed))}; {ways}"
 
 
 def _check_files(place: Path) -> None:
@@ -131,24 +135,24 @@ def _check_files(place: Path) -> None:
         raise CheckpointError(f"{error}{hint}") from None
 
 
-def _load(place: Path, model: DraftModel, found: list[Change]) -> None:
+def _load(place: Path, model: DraftModel, changed: list[Change]) -> None:
     """Take the weights.  Raises CheckpointError where settings that changed want others."""
     try:
         checkpoint.load_weights(place, model)
     except CheckpointError as error:
-        own = "; ".join(str(change) for change in found if change.key.startswith("drafter."))
-        if not own:
+        settings = "; ".join(str(change) for change in changed if change.key.startswith("drafter."))
+        if not settings:
             raise
         raise CheckpointError(
-            f"the weights in {place} do not fit the new settings ({own}): {error}; set them back, or give the run "
+            f"the weights in {place} do not fit the new settings ({settings}): {error}; set them back, or give the run "
             "another name"
         ) from None
 
 
-def _note(facts: dict[str, Any], found: list[Change], step: int) -> None:
+def _note(facts: dict[str, Any], changed: list[Change], step: int) -> None:
     """Write down that the training goes on with other settings from this step."""
-    log.warning("goes on from step %d with other settings: %s", step, "; ".join(map(str, found)))
-    values = {change.key: [change.before, change.now] for change in found}
+    log.warning("goes on from step %d with other settings: %s", step, "; ".join(map(str, changed)))
+    values = {change.key: [change.before, change.now] for change in changed}
     facts["changed"] = [*facts.get("changed", ()), {"step": step, "settings": values}]
     facts.pop("losses", None)  # of another loss, perhaps
 

@@ -37,11 +37,11 @@ class Flops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        found = func(*args, **named)
+        output = func(*args, **named)
         formula = FORMULAS.get(func.overloadpacket)
         if formula is not None:
-            self.count += formula(*args, **named, out_val=found)
-        return found
+            self.count += formula(*args, **named, out_val=output)
+        return output
 
 
 class StepFlops:

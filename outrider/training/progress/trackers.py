@@ -106,13 +106,13 @@ def _is_setting(value: Any) -> bool:
     return isinstance(value, int | float | str | bool)
 
 
-def _flat(key: str, value: Any, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
+def _flat(key: str, value: Any, is_kept: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
     """Leaves by their path, such as train/acceptance/0."""
     if isinstance(value, Mapping):
         for name, one in value.items():
-            yield from _flat(f"{key}/{name}", one, wanted)
+            yield from _flat(f"{key}/{name}", one, is_kept)
     elif isinstance(value, list | tuple):
         for number, one in enumerate(value):
-            yield from _flat(f"{key}/{number}", one, wanted)
-    elif wanted(value):
+            yield from _flat(f"{key}/{number}", one, is_kept)
+    elif is_kept(value):
         yield key, value
