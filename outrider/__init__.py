@@ -1,5 +1,5 @@
-"""Outrider: speculative decoding made practical.  A drafter rides ahead, the target decides, the output is the target's
-own."""
+"""Outrider: speculative decoding.  A drafter proposes tokens, the target verifies them, and the output is exactly the
+target's."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import importlib
 import logging
 from typing import Any
 
-# transformers loads torchao where it is installed, which warns of every extension for another machine
+# transformers imports torchao if installed, which warns about every extension built for other machines
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
-_HOMES = {
+_MODULES = {
     "Accepted": "decoding.accept",
     "Draft": "decoding.draft",
     "Drafter": "decoding.protocols",
@@ -32,19 +32,19 @@ _HOMES = {
     "stream": "generation",
     "train": "training.trainer",
 }
-"""Public names, and the module of each; after a colon its name there."""
+"""Public name → its module, and its name there after a colon."""
 _CONFIGS = "EvaluateConfig for evaluate, TrainConfig for train, and DrafterConfig for a drafter of your own"
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    # loaded on first use, so that `import outrider` and `outrider --help` need no torch
+    # imported on first use, so that `import outrider` and `outrider --help` do not import torch
     if name == "__version__":
         value: Any = importlib.import_module("importlib.metadata").version("outrider")
-    elif name in _HOMES:
-        module, _, own = _HOMES[name].partition(":")
-        value = getattr(importlib.import_module(f"outrider.{module}"), own or name)
+    elif name in _MODULES:
+        module, _, attribute = _MODULES[name].partition(":")
+        value = getattr(importlib.import_module(f"outrider.{module}"), attribute or name)
     else:
         hint = f"; there are {_CONFIGS}" if name == "Config" else ""
         raise AttributeError(f"module 'outrider' has no attribute {name!r}{hint}")

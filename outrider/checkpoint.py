@@ -1,14 +1,14 @@
-"""A drafter on disk: weights in safetensors, a manifest that binds it to its target, and, while training, what a resume
-needs.
+"""A drafter on disk: weights in safetensors, a manifest that binds it to its target, and, during training, the state
+for a resume.
 
     checkpoint/
-    ├── outrider.json         kind, config, target it is bound to, taps, how it was trained
-    ├── model.safetensors     the draft's own weights; embedding and head where they are the target's are not here
-    ├── training.grams        hashes of the texts it was trained on, where they are known; the manifest names it by its
-    content └── training.safetensors  optimiser moments and random state; may be deleted once training is done
+    ├── outrider.json         kind, config, target, taps, how it was trained
+    ├── model.safetensors     the draft model's weights, without an embedding or head shared with the target
+    ├── training.grams        hashes of the training texts, if known; the manifest has its checksum
+    └── training.safetensors  optimiser moments and random state; may be deleted after training
 
-A checkpoint is written next to the old one, forced to the disk, and then replaces it, so there is always a whole one,
-also after a crash or a power cut.
+A checkpoint is written next to the old one, synced to disk, and then replaces it, so a complete one exists at any
+time, even after a crash or a power cut.
 """
 
 import errno
@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from outrider.config import build, read_object
 from outrider.drafters import find
 from outrider.errors import CheckpointError, TrainingError
-from outrider.nn.draft_model import LEARNT, DraftModel, binding
+from outrider.nn.draft_model import DraftModel, binding
+from outrider.nn.masks import LEARNT
 from outrider.nn.shape import FORMER, LayerConfig
 from outrider.storage.atomic import replacing, sync
 from outrider.storage.trusted import regular
@@ -47,13 +48,13 @@ MANIFEST, WEIGHTS, TRAINING, NGRAM_HASHES, PROVENANCE = (
     "provenance.json",
 )
 MEASURED = ("calibration", "report", "held_out")
-"""Keys of a manifest about finished weights; further training drops them, export and import copy them."""
+"""Manifest keys about finished weights; further training drops them, export and import copy them."""
 SHAPE: Mapping[str, type] = {
     "version": int, "kind": str, "config": dict, "target": dict, "taps": list, "facts": dict, "training": dict,
 }  # fmt: skip
-"""What a manifest's keys hold."""
+"""Types of the manifest's keys."""
 OPTIONAL = ("facts", "training")
-"""Keys that an older manifest may lack; they are empty then."""
+"""Keys that older manifests may lack; they are then empty."""
 
 
 def save(
@@ -61,12 +62,12 @@ def save(
     Tensor] | None = None,
     files: Mapping[str, Path] | None = None, measured: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Write a checkpoint whole or not at all.  `training` goes into the manifest, `state` into training.safetensors.
+    """Write a checkpoint atomically.  `training` goes into the manifest, `state` into training.safetensors.
 
-    files: copied into it, by their new names; one that is gone is left out.
-    measured: measurements of these weights after their training, by the keys of `MEASURED`.
+    files: copied into it under their keys; missing files are skipped.
+    measured: measurements of these weights after training, by the keys of `MEASURED`.
 
-    Raises TrainingError where the disk is full or the folder can't be written; the old checkpoint stays.
+    Raises TrainingError if the disk is full or the folder can't be written; the old checkpoint stays.
     """
     manifest = manifest_for(model, training, measured)
     with _instead_of(Path(folder)) as part:
@@ -74,20 +75,20 @@ def save(
         if state:
             save_file({name: value.contiguous().cpu() for name, value in state.items()}, part / TRAINING)
         for name, path in (files or {}).items():
-            if path.exists():  # deleted while it trained: hours of training are worth more than knowing on what
+            if path.exists():  # losing hours of training would be worse than not knowing the training texts
                 shutil.copyfile(path, part / name)
         manifest["checksums"] = _checksums(part)
         (part / MANIFEST).write_text(json.dumps(manifest, indent=2))
 
 
 def _checksums(folder: Path) -> dict[str, str]:
-    """crc32 of what a training goes on from, by the name of the file: it finds what a disk or a copy spoilt."""
-    found = {}
+    """crc32 of weights and training state, by file name, to detect corruption."""
+    checksums = {}
     for name in (WEIGHTS, TRAINING):
         if (folder / name).exists():
             with (folder / name).open("rb") as file:
-                found[name] = f"{functools.reduce(lambda crc, part: zlib.crc32(part, crc), _parts(file), 0):08x}"
-    return found
+                checksums[name] = f"{functools.reduce(lambda crc, part: zlib.crc32(part, crc), _parts(file), 0):08x}"
+    return checksums
 
 
 def _parts(file: BinaryIO) -> Iterator[bytes]:
@@ -95,30 +96,30 @@ def _parts(file: BinaryIO) -> Iterator[bytes]:
 
 
 def checksum(folder: str | Path) -> str | None:
-    """The checksum of a drafter's weights, of a checkpoint or an export of ours, as its manifest has it; None where it
-    has none."""
-    place = whole(Path(folder)) / MANIFEST
-    found = read_object(place) if place.exists() else {}
-    value = (found.get("checksums") or {}).get(WEIGHTS)
+    """The checksum of a drafter's weights in the manifest of its checkpoint or export; None if it has none."""
+    path = whole(Path(folder)) / MANIFEST
+    manifest = read_object(path) if path.exists() else {}
+    value = (manifest.get("checksums") or {}).get(WEIGHTS)
     return None if value is None else str(value)
 
 
 def check_files(folder: Path) -> None:
-    """Raises CheckpointError where weights or moments are not those that were written; older manifests can't tell."""
-    wanted = manifest_of(folder).get("checksums") or {}
-    found = _checksums(whole(folder))
-    if spoilt := [name for name in found if name in wanted and found[name] != wanted[name]]:
+    """Raises CheckpointError if weights or moments are corrupt; older manifests have no checksums."""
+    expected = manifest_of(folder).get("checksums") or {}
+    actual = _checksums(whole(folder))
+    if corrupt := [name for name in actual if name in expected and actual[name] != expected[name]]:
         raise CheckpointError(
-            f"{whole(folder) / spoilt[0]} is not what was written: its checksum is {found[spoilt[0]]}, "
-            f"{wanted[spoilt[0]]} is wanted; copy it again, or take an earlier checkpoint"
+            f"{whole(folder) / corrupt[0]} is not what was written: its checksum is {actual[corrupt[0]]}, "
+            f"expected {expected[corrupt[0]]}; copy it again, or take an earlier checkpoint"
         )
 
 
 def manifest_for(
     model: DraftModel, training: Mapping[str, Any] | None = None, measured: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The manifest of a draft model, with what `save` gets."""
-    config, spec = model.config.model_dump(mode="json"), model.target.spec
+    """The manifest of a draft model; arguments as in `save`."""
+    config = model.config.model_dump(mode="json")
+    spec = model.target.spec
     return {
         "version": VERSION,
         "kind": config.pop("kind"),
@@ -134,13 +135,13 @@ def manifest_for(
 
 
 def amend(folder: str | Path, weights: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Give these weights and these keys of the manifest other values, whole or not at all; the rest of the files is
-    copied.
+    """Replace these weights and manifest keys atomically; other files are copied.
 
-    Without weights only the manifest is replaced.  Raises TrainingError as `save` does, CheckpointError where there is
-    no checkpoint.
+    Without weights only the manifest is replaced.  Raises TrainingError as `save` does, CheckpointError without a
+    checkpoint.
     """
-    folder, source = Path(folder), whole(folder)
+    folder = Path(folder)
+    source = whole(folder)
     manifest = manifest_of(folder) | dict(facts)
     if not weights:
         with _disk_errors(folder), replacing(source / MANIFEST) as part:
@@ -155,9 +156,9 @@ def amend(folder: str | Path, weights: Mapping[str, Tensor], facts: Mapping[str,
 
 
 def copy(source: Path, folder: Path, without: Collection[str] = ()) -> None:
-    """A checkpoint in a second place, whole or not at all; its files are linked where the disk can, else copied.
+    """Copy a checkpoint atomically, with hard links if the disk supports them.
 
-    without: files that are left out.  Raises TrainingError as `save` does.
+    without: files to skip.  Raises TrainingError as `save` does.
     """
     with _instead_of(folder) as part:
         for path in whole(source).iterdir():
@@ -171,8 +172,9 @@ def copy(source: Path, folder: Path, without: Collection[str] = ()) -> None:
 
 @contextmanager
 def _instead_of(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which then replaces `folder`; after an error the old one stays."""
-    part, old = folder.with_name(folder.name + ".part"), folder.with_name(folder.name + ".old")
+    """A new folder that replaces `folder` on exit; after an error the old one stays."""
+    part = folder.with_name(folder.name + ".part")
+    old = folder.with_name(folder.name + ".old")
     try:
         with _disk_errors(folder):
             shutil.rmtree(part, ignore_errors=True)
@@ -183,7 +185,7 @@ def _instead_of(folder: Path) -> Iterator[Path]:
             if (folder / MANIFEST).exists():
                 discard(old)
                 folder.rename(old)
-            else:  # a crash came in between, and .old is the last whole one
+            else:  # after a crash in between, .old is the last complete one
                 discard(folder)
             part.rename(folder)
             sync(folder.parent)
@@ -194,99 +196,97 @@ def _instead_of(folder: Path) -> Iterator[Path]:
 
 
 def tidy(folder: Path) -> None:
-    """Delete what a crash left beside a checkpoint that is whole: the one before it, and one that was not finished."""
+    """Delete what a crash left beside a complete checkpoint: the previous one, and an unfinished one."""
     if (folder / MANIFEST).exists():
         for end in (".old", ".part"):
             discard(folder.with_name(folder.name + end))
 
 
 def discard(folder: Path) -> None:
-    """Delete a folder, its manifest first: the rest after a crash is then not a checkpoint."""
+    """Delete a folder, the manifest first, so that a crash leaves no half checkpoint."""
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Errors of the disk as TrainingErrors."""
+    """Turn disk errors into TrainingErrors."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-        what = "the disk is full" if full else str(error)
+        is_full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        what = "the disk is full" if is_full else str(error)
         raise TrainingError(
             f"can't write checkpoint {folder}: {what}; the last checkpoint is intact; free some space and run again"
         ) from error
 
 
 def manifest_of(folder: str | Path) -> dict[str, Any]:
-    """The manifest of a checkpoint folder.  Raises CheckpointError where there is none, or none that this version
-    reads."""
+    """The manifest of a checkpoint folder.  Raises CheckpointError if it is missing or this version can't read it."""
     path = whole(folder) / MANIFEST
     try:
         manifest = read_object(path)
-        for key, wanted in SHAPE.items():
-            found = manifest.get(key)
-            if type(found) is not wanted and not (
-                found is None and key in OPTIONAL
-            ):  # not isinstance: True is not a version
-                raise ValueError(f"its {key} must be of type {wanted.__name__}, got {type(found).__name__}")
+        for key, kind in SHAPE.items():
+            value = manifest.get(key)
+            # not isinstance: True is not a version
+            if type(value) is not kind and not (value is None and key in OPTIONAL):
+                raise ValueError(f"its {key} must be of type {kind.__name__}, got {type(value).__name__}")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a checkpoint manifest ({error}); train or copy it again") from None
-    if (found := manifest["version"]) != VERSION:
+    if (version := manifest["version"]) != VERSION:
         raise CheckpointError(
-            f"{path} has version {found}, but this Outrider reads version {VERSION}; use the release that wrote it"
+            f"{path} has version {version}, but this Outrider reads version {VERSION}; use the release that wrote it"
         )
     return manifest | {key: {} for key in OPTIONAL if manifest.get(key) is None}
 
 
 def whole(folder: str | Path) -> Path:
-    """The folder itself, or the previous one where a crash came while the new one replaced it."""
+    """The folder itself, or the previous checkpoint after a crash during replacement."""
     folder = Path(folder)
     old = folder.with_name(folder.name + ".old")
     return old if not (folder / MANIFEST).exists() and (old / MANIFEST).exists() else folder
 
 
 def is_there(folder: str | Path) -> bool:
-    """Whether a folder has a checkpoint, or the previous one is still beside it."""
+    """Whether there is a checkpoint, or the previous one after a crash."""
     return (whole(folder) / MANIFEST).exists()
 
 
 def check_binding(manifest: Mapping[str, Any], target: Target, folder: str | Path, quantised: bool = False) -> None:
     """Refuse a checkpoint made for another target: bound by shape, vocabulary and weights, not by name.
 
-    quantised: these weights, and those that they were quantised from or to, are one target.  A GGUF file does not say
-    from which it was: one of another precision is taken for the same model.
+    quantised: weights and their quantised versions count as the same target.  A GGUF file does not name its source, so
+    one of another precision is assumed to be the same model.
     """
-    mine, theirs, spec = binding(target), manifest["target"], target.spec
-    free = set()
-    if None in (mine["tokenizer_hash"], theirs.get("tokenizer_hash")):  # one that is not there can't disagree
-        free.add("tokenizer_hash")
-    if "" in (mine["weights_hash"], theirs.get("weights_hash")):  # trained while a server had the weights
-        free.add("weights_hash")
-    if quantised and (theirs.get("base_hash") or theirs.get("weights_hash")) == (spec.base_hash or spec.weights_hash):
-        free.add("weights_hash")
+    actual, trained, spec = binding(target), manifest["target"], target.spec
+    ignored = set()
+    if None in (actual["tokenizer_hash"], trained.get("tokenizer_hash")):
+        ignored.add("tokenizer_hash")
+    if "" in (actual["weights_hash"], trained.get("weights_hash")):  # trained with the weights on a server
+        ignored.add("weights_hash")
+    if quantised and (trained.get("base_hash") or trained.get("weights_hash")) == (spec.base_hash or spec.weights_hash):
+        ignored.add("weights_hash")
     if quantised and _differ_in_blocks(trained_on(manifest, target), spec.precision):
-        free.add("weights_hash")
-    if wrong := [key for key in mine if key not in free and theirs.get(key) != mine[key]]:
-        differences = ", ".join(f"{key} was {theirs.get(key)}, is {mine[key]}" for key in wrong)
-        came_so = " (it came quantised, from unknown weights; quantise those weights here to use their drafters)"
+        ignored.add("weights_hash")
+    if wrong := [key for key in actual if key not in ignored and trained.get(key) != actual[key]]:
+        differences = ", ".join(f"{key} was {trained.get(key)}, is {actual[key]}" for key in wrong)
         remedy = "load the target it was trained for, or train a drafter for this one"
-        remedy += came_so * (spec.quantised is not None and not spec.base_hash)
-        own = f"target {theirs.get('name')!r}, not for {spec.name!r}"
-        raise CheckpointError(f"{folder} was trained for {own}: {differences}; {remedy}")
+        if spec.quantised is not None and not spec.base_hash:
+            remedy += " (it came quantised, from unknown weights; quantise those weights here to use their drafters)"
+        raise CheckpointError(
+            f"{folder} was trained for target {trained.get('name')!r}, not for {spec.name!r}: {differences}; {remedy}"
+        )
 
 
 def _differ_in_blocks(trained: str | None, served: str) -> bool:
-    """Whether one of two precisions is of a GGUF file, and the other is another."""
+    """Whether two precisions differ and one of them is of a GGUF file."""
     return trained is not None and trained != served and (is_of_blocks(trained) or is_of_blocks(served))
 
 
 def trained_on(manifest: Mapping[str, Any], target: Target) -> str | None:
-    """The precision of the target that a checkpoint was trained with, such as float32 or int8; None where it is not
-    known.
+    """The target's precision in training, such as float32 or int8; None if unknown.
 
-    Older manifests do not name it: `unquantised weights` where the hashes show that.
+    Older manifests do not name it: `unquantised weights` if the hashes show that.
     """
     precision: str | None = manifest["target"].get("precision")
     is_base = target.spec.quantised and manifest["target"].get("weights_hash") == target.spec.base_hash
@@ -294,7 +294,7 @@ def trained_on(manifest: Mapping[str, Any], target: Target) -> str | None:
 
 
 def check_taps(manifest: Mapping[str, Any], model: DraftModel, folder: str | Path) -> None:
-    """Refuse a checkpoint that was trained on other layers than its config gives now."""
+    """Refuse a checkpoint whose taps are not those of its config."""
     if (taps := manifest["taps"]) != list(model.taps):
         raise CheckpointError(
             f"{folder} was trained on taps {taps}, but its config gives {list(model.taps)}; set drafter.taps to "
@@ -303,21 +303,21 @@ def check_taps(manifest: Mapping[str, Any], model: DraftModel, folder: str | Pat
 
 
 def check_facts(manifest: Mapping[str, Any], model: DraftModel, folder: str | Path) -> None:
-    """Refuse weights that the manifest describes otherwise, such as another vocabulary's."""
+    """Refuse weights that differ from the manifest's facts, such as another vocabulary's."""
     facts = manifest["facts"]
-    for key, own in model.facts().items():
-        if facts.get(key) != own:
-            wrong = f"{key} is {facts.get(key)} in the manifest and {own} in the weights"
+    for key, value in model.facts().items():
+        if facts.get(key) != value:
+            wrong = f"{key} is {facts.get(key)} in the manifest and {value} in the weights"
             raise CheckpointError(
                 f"{folder} has the manifest of one drafter and the weights of another: {wrong}; copy or train it again"
             )
 
 
 def load_weights(folder: str | Path, model: nn.Module) -> None:
-    """Fill a model.  Raises CheckpointError for missing, extra or misshapen weights, and for numbers that it can't
-    hold.
+    """Load weights into a model.  Raises CheckpointError for missing, extra or misshapen weights, and for values that
+    it can't hold.
 
-    What a module lists as its `defaults` may be missing, and stays as it is.
+    Buffers in a module's `defaults` may be missing, and keep their values.
     """
     path = whole(folder) / WEIGHTS
     try:
@@ -329,11 +329,11 @@ def load_weights(folder: str | Path, model: nn.Module) -> None:
     for problem, names in _problems(weights, expected):
         if names:
             raise CheckpointError(f"{path} {problem} weights: {', '.join(sorted(names)[:4])}; copy or train it again")
-    model.load_state_dict(weights, strict=False)  # without the other names of tied ones
+    model.load_state_dict(weights, strict=False)  # tied weights have one name only
 
 
 def _problems(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Iterator[tuple[str, Collection[str]]]:
-    """What may be wrong with weights, and of which it is true; each is asked where those before it are fine."""
+    """Each possible problem and the names of its weights; later checks assume that earlier ones passed."""
     yield "lacks", expected.keys() - weights.keys()
     yield "has unknown", weights.keys() - expected.keys()
     yield "has wrongly shaped", [name for name in expected if expected[name].shape != weights[name].shape]
@@ -343,18 +343,18 @@ def _problems(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 
 def has_state(folder: str | Path) -> bool:
-    """Whether a checkpoint has what a resume needs besides the weights."""
+    """Whether a checkpoint has the state for a resume."""
     return (whole(folder) / TRAINING).exists()
 
 
 def load_state(folder: str | Path) -> dict[str, Tensor] | None:
-    """What a resume needs, or None where the checkpoint holds weights only."""
+    """The state for a resume, or None if the checkpoint has only weights."""
     path = whole(folder) / TRAINING
     try:
         return load_file(regular(path)) if path.exists() else None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{path} can't be read: {error}; delete it to start training again from these weights"
+            f"{path} can't be read: {error}; delete it to restart training from these weights"
         ) from None
 
 
@@ -389,8 +389,8 @@ def load_model(folder: str | Path, target: Target) -> DraftModel:
 
 
 def check_shapes(folder: str | Path, settings: Any, build: Callable[[], nn.Module]) -> None:
-    """Refuse a manifest whose model is not the one of the weights, by the head of their file, before memory is taken
-    for either.  A method whose model can't be built without memory is left to `load_weights`."""
+    """Refuse a manifest that does not match the shapes in the weights file, before either is allocated.  A method whose
+    model can't be built on the meta device is checked by `load_weights`."""
     path = whole(folder) / WEIGHTS
     try:
         with safe_open(regular(path), framework="pt") as file:
@@ -403,7 +403,7 @@ def check_shapes(folder: str | Path, settings: Any, build: Callable[[], nn.Modul
     try:
         with torch.device("meta"):
             expected = weights_of(build())
-    except Exception:  # of a method, which may compute with what it makes
+    except Exception:  # some methods compute with their weights while they are built
         return
     if wrong := [name for name in expected.keys() & stored.keys() if expected[name].shape != stored[name].shape]:
         raise CheckpointError(
@@ -412,10 +412,10 @@ def check_shapes(folder: str | Path, settings: Any, build: Callable[[], nn.Modul
 
 
 def config_of(manifest: Mapping[str, Any], folder: str | Path, target: Target) -> dict[str, Any]:
-    """The drafter's settings as its weights mean them.  Older manifests leave open what newer ones name.
+    """The drafter's settings, completed for older manifests.
 
-    Sizes that they lack are those of before sizes came from the target; a mask that they do not name is the vector that
-    the weights have, or else the tokenizer's token.
+    Missing sizes have the defaults from before sizes came from the target; a missing mask token is learnt if the
+    weights have one, else the tokenizer's.
     """
     schema = find(manifest["kind"]).Config
     config = {**(FORMER if issubclass(schema, LayerConfig) else {}), **manifest["config"]}

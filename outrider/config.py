@@ -1,4 +1,4 @@
-"""YAML and key=value to frozen, strict configs.  Imports no torch."""
+"""Frozen, strict configs from YAML and key=value overrides.  Imports no torch."""
 
 import copy
 import difflib
@@ -27,7 +27,7 @@ RENAMED = {
     "observed": "traced_prompts",
     "parts": "members", "runners_up": "siblings",
 }  # fmt: skip
-"""Former names of settings, and their names now."""
+"""Old name of a setting → its current name."""
 ELSEWHERE = {
     "target": "model model_name model_name_or_path model_path base_model target_model target_model_path "
               "target_model_name_or_path verifier verifier_name_or_path",
@@ -70,12 +70,12 @@ ELSEWHERE = {
     "name": "output_dir run_name",
     "drafter.block": "length block_size num_speculative_tokens",
 }  # fmt: skip
-"""Settings of run files, and what TRL, transformers, SpecForge and speculators call them."""
+"""Setting of a run file → its names in TRL, transformers, SpecForge and speculators."""
 OTHER_NAMES = {name for names in ELSEWHERE.values() for name in names.split()}
 
 
 class Config(BaseModel):
-    """Base of every config: frozen, strict about keys; the docstring under a field is its help."""
+    """Base of all configs: frozen, unknown keys are errors, and the docstring below a field is its help."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
     REMOVED: ClassVar[Mapping[str, str]] = {}
@@ -91,55 +91,51 @@ class Config(BaseModel):
                 raise ValueError(f"unknown key {key!r}; it was removed, {cls.REMOVED[key]}")
             if key not in cls.model_fields:
                 now = RENAMED.get(key)
-                hint = (
-                    f"; it is called {now!r} now" if now in cls.model_fields else _elsewhere(str(key), cls.model_fields)
-                )
+                hint = f"; it is called {now!r} now" if now in cls.model_fields else _hint(str(key), cls.model_fields)
                 raise ValueError(f"unknown key {key!r}{hint}")
-        return {key: _meant(cls.model_fields[key].annotation, value) for key, value in data.items()}
+        return {key: _coerced(cls.model_fields[key].annotation, value) for key, value in data.items()}
 
 
-def _elsewhere(key: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown key: what another trainer's setting is called here, or the nearest known
-    key."""
+def _hint(key: str, fields: Iterable[str]) -> str:
+    """The end of a message about an unknown key: the name of another trainer's setting here, or the nearest field."""
     paths = {name: [path for path, names in ELSEWHERE.items() if name in names.split()] for name in OTHER_NAMES | {key}}
-    here = {name: [leaf for path in own if (leaf := path.rpartition(".")[2]) in known] for name, own in paths.items()}
-    found = here[key] or paths[key]
-    if found and found[0] != key:
-        return f"; it is called {found[0]!r} here"
-    hint = nearest(key, known)
-    near = difflib.get_close_matches(key, [name for name, own in here.items() if own], 1)
-    if near and not hint.startswith("; did you mean"):  # a slip in a name that others use
+    here = {name: [leaf for path in of if (leaf := path.rpartition(".")[2]) in fields] for name, of in paths.items()}
+    matches = here[key] or paths[key]
+    if matches and matches[0] != key:
+        return f"; it is called {matches[0]!r} here"
+    hint = nearest(key, fields)
+    near = difflib.get_close_matches(key, [name for name, leaves in here.items() if leaves], 1)
+    if near and not hint.startswith("; did you mean"):  # a typo in another trainer's name
         return f"; {near[0]!r} is called {here[near[0]][0]!r} here"
     return hint
 
 
-def _meant(annotation: Any, value: Any) -> Any:
-    """A value as it was meant: one thing or `a,b` for a list, 1e4 (which YAML reads as text) for a whole number."""
+def _coerced(annotation: Any, value: Any) -> Any:
+    """Shorthands: a single value or `a,b` for a list, and 1e4 (a string in YAML) for an integer."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     options = typing.get_args(annotation) if is_union else (annotation,)
     plain = [
         typing.get_args(option)[0] if typing.get_origin(option) is typing.Annotated else option for option in options
     ]
-    wanted = {typing.get_origin(option) or option for option in plain}
-    if value is None or type(value) in wanted or isinstance(value, list | tuple):
+    kinds = {typing.get_origin(option) or option for option in plain}
+    if value is None or type(value) in kinds or isinstance(value, list | tuple):
         return value
-    if tuple in wanted and typing.Literal not in wanted:
+    if tuple in kinds and typing.Literal not in kinds:
         return [part.strip() for part in value.split(",")] if isinstance(value, str) else [value]
-    if int in wanted and isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?e\d+", value.strip(), re.IGNORECASE):
+    if int in kinds and isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?e\d+", value.strip(), re.IGNORECASE):
         return float(value)
     return value
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown word: the nearest known one, or all of them.  Case and dashes do not
-    matter."""
-    plain = {re.sub(r"[\W_]", "", name).lower(): name for name in known}
+def nearest(word: str, candidates: Iterable[str]) -> str:
+    """The end of a message about an unknown word: the nearest candidate, or all of them.  Ignores case and dashes."""
+    plain = {re.sub(r"[\W_]", "", name).lower(): name for name in candidates}
     close = difflib.get_close_matches(re.sub(r"[\W_]", "", word).lower(), plain, 1)
     return f"; did you mean {plain[close[0]]!r}?" if close else f"; known: {', '.join(sorted(plain.values()))}"
 
 
 def build(schema: type[T], values: Mapping[str, Any], where: str = "") -> T:
-    """Validate `values`; a ConfigError names the key path, the given value and what is allowed."""
+    """Validate `values`.  The ConfigError names the key path, the value and what is allowed."""
     try:
         return schema.model_validate(dict(values))
     except ValidationError as error:
@@ -148,23 +144,22 @@ def build(schema: type[T], values: Mapping[str, Any], where: str = "") -> T:
             path = ".".join(str(part) for part in (where, *problem["loc"]) if part != "")
             message = problem["msg"].removeprefix("Value error, ")
             is_section = "unknown key" in message or isinstance(problem["input"], Mapping)
-            given = "" if is_section or problem["type"] == "missing" else f" (given: {_shown(problem['input'])})"
-            lines.append(f"{path + ': ' if path else ''}{message}{given}")
+            value = "" if is_section or problem["type"] == "missing" else f" (given: {_shown(problem['input'])})"
+            lines.append(f"{path + ': ' if path else ''}{message}{value}")
         raise ConfigError("\n".join(lines)) from None
 
 
 def _shown(value: Any) -> str:
-    """A value as an error gives it, cut where it is long."""
+    """A value for an error message, cut if it is long."""
     text = repr(value)
     return text if len(text) <= 400 else f"{text[:396]} ..."
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file.  Raises ConfigError, with the line, for what is not YAML and for a key in it
-    twice."""
+    """The mapping in a YAML file.  Raises ConfigError with the line for invalid YAML and duplicate keys."""
     try:
         with Path(path).open(encoding="utf-8") as file:
-            text = file.read(LONGEST + 1)  # a device would be read for ever
+            text = file.read(LONGEST + 1)  # a device would never end
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"can't read run file {path}: {error}; give a readable file in UTF-8") from None
     values = _parsed(text, str(path))
@@ -180,18 +175,19 @@ def read(path: str | Path) -> dict[str, Any]:
 
 @contextmanager
 def located(path: str | Path, overrides: Iterable[str] = ()) -> Iterator[None]:
-    """A ConfigError from inside names the line of the file with the setting that it is about, unless an override set
-    it."""
+    """Add the line of the file to a ConfigError about one of its settings, unless an override set it."""
     try:
         yield
     except ConfigError as error:
         lines = _lines(path)
-        given = [item.partition("=")[0] for item in overrides]
-        raise ConfigError("\n".join(_located(part, path, lines, given) for part in str(error).splitlines())) from None
+        changed = [item.partition("=")[0] for item in overrides]
+        raise ConfigError(
+            "\n".join(_located(part, path, lines, changed) for part in str(error).splitlines())
+        ) from None
 
 
 def _lines(path: str | Path) -> dict[str, int]:
-    """The line of every key of a YAML file; none where it can't be read."""
+    """The line of every key in a YAML file; empty if it can't be read."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         if len(text) > LONGEST or _brackets(text) > 4 * DEEPEST:
@@ -205,8 +201,8 @@ def _lines(path: str | Path) -> dict[str, int]:
 
 def _located(message: str, path: str | Path, lines: Mapping[str, int], overrides: Iterable[str]) -> str:
     unknown = re.match(r"(?:([\w.]+): )?unknown key '([^']+)'", message)
-    found = unknown or re.match(r"([a-z_]\w*(?:\.\w+)*)", message)
-    key = ".".join(filter(None, found.groups())) if found else ""
+    match = unknown or re.match(r"([a-z_]\w*(?:\.\w+)*)", message)
+    key = ".".join(filter(None, match.groups())) if match else ""
     while key and key not in lines:
         key = key.rpartition(".")[0]
     if not key or any(f"{item}.".startswith(f"{key}.") for item in overrides):
@@ -223,7 +219,7 @@ def _keys(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def override(values: dict[str, Any], items: Iterable[str]) -> dict[str, Any]:
-    """`values` with `key.path=value` items laid over it; values are read as YAML."""
+    """`values` with `key.path=value` items applied; the values are YAML."""
     merged = copy.deepcopy(values)
     for item in items:
         key, equals, text = item.partition("=")
@@ -232,7 +228,7 @@ def override(values: dict[str, Any], items: Iterable[str]) -> dict[str, Any]:
         *parents, leaf = key.split(".")
         at = merged
         for parent in parents:
-            if at.get(parent) is None:  # a resolved file writes a section that is not there as null
+            if at.get(parent) is None:  # a resolved file has null for a missing section
                 at[parent] = {}
             at = at[parent]
             if not isinstance(at, dict):
@@ -244,21 +240,21 @@ def override(values: dict[str, Any], items: Iterable[str]) -> dict[str, Any]:
 
 
 LONGEST, MOST_NODES, DEEPEST = 2**19, 50_000, 50
-"""Characters of a YAML text; values in it, those that aliases repeat counted each time; and how deep they nest."""
+"""Limits of a YAML text: characters, values (aliases count each time), and nesting depth."""
 
 
 def _parsed(text: str, what: str) -> Any:
-    """YAML as values.  Raises ConfigError, which begins with `what`, for what is none, or more than any run needs."""
+    """Parse YAML.  Raises ConfigError, beginning with `what`, if it is invalid or exceeds the limits."""
     if len(text) > LONGEST:
         raise ConfigError(f"{what[:80]} has {len(text)} characters, the most are {LONGEST}; name files in it instead")
-    if _brackets(text) > 4 * DEEPEST:  # before it is scanned, in a time that grows with the square of this
+    if _brackets(text) > 4 * DEEPEST:  # checked first, since scanning takes quadratic time in this
         raise ConfigError(f"{what[:80]} is nested too deeply; correct it")
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()
         _size(node, {})
         return None if node is None else loader.construct_document(node)
-    except (RecursionError, ValueError) as error:  # of a date or a number that is none, too
+    except (RecursionError, ValueError) as error:  # ValueError also for invalid dates and numbers
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else first_line(error)
         raise ConfigError(f"{what[:200]} can't be read: {reason}; correct it") from None
     except yaml.YAMLError as error:
@@ -268,15 +264,15 @@ def _parsed(text: str, what: str) -> Any:
 
 
 def _brackets(text: str) -> int:
-    """How many brackets are open at once, at most."""
+    """Maximum number of open brackets."""
     steps = (1 if bracket in "[{" else -1 for bracket in re.findall(r"[\[\]{}]", text))
     return max(itertools.accumulate(steps), default=0)
 
 
 def _size(node: Any, sizes: dict[int, int], depth: int = 0) -> int:
-    """Values of a YAML node, aliases counted each time.  Raises ValueError for too many, or one that holds itself."""
+    """Number of values in a YAML node; aliases count each time.  Raises ValueError for too many, and for recursion."""
     if id(node) not in sizes:
-        sizes[id(node)] = MOST_NODES  # while it is counted: found again inside, it holds itself
+        sizes[id(node)] = MOST_NODES  # while it is counted, so that a node inside itself exceeds the limit
         if depth > DEEPEST:
             raise ValueError(f"it is nested deeper than {DEEPEST}")
         parts = node.value if isinstance(node, yaml.CollectionNode) else ()
@@ -293,7 +289,7 @@ def to_yaml(value: Any) -> str:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mapping to key paths: {"a": {"b": 1}} is {"a.b": 1}."""
+    """Nested mapping to key paths: {"a": {"b": 1}} → {"a.b": 1}."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         is_nested = isinstance(value, Mapping) and value
@@ -302,26 +298,26 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.  Raises OSError or ValueError, with the reason, where there is none.
+    """A JSON object from a file.  Raises OSError or ValueError if it can't be read.
 
-    A key that is there twice is refused too: readers differ in which counts.
+    Duplicate keys are refused, since parsers differ in which one they take.
     """
-    if path.exists() and not path.is_file():  # a pipe would be read for ever
+    if path.exists() and not path.is_file():  # a pipe would never end
         raise ValueError("it is not a file")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"it holds a {type(found).__name__}, and a mapping is wanted")
-    return found
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a {type(value).__name__}, expected a mapping")
+    return value
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, for `json.loads`.  Raises ValueError for a key that is there twice."""
-    found: dict[str, Any] = {}
+    """The object_pairs_hook for `json.loads` that raises ValueError for duplicate keys."""
+    values: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in values:
             raise ValueError(f"{name!r} is in it twice")
-        found[name] = value
-    return found
+        values[name] = value
+    return values

@@ -1,21 +1,21 @@
-"""Every error that Outrider raises for its users.  Each message says what was given, what was wanted, what to do.
+"""Errors raised to users.  Each message says what was given, what was expected, and what to do.
 
 OutriderError
 ├── ConfigError       a run file, an override or an argument is wrong
 ├── DataError         prompts, answers or a data set can't be used
-├── TargetError       the target can't be loaded, or can't do what was asked
+├── TargetError       the target can't be loaded, or does not support the request
 ├── DrafterError      a drafter can't be built, or does not fit its target
 ├── CheckpointError   a checkpoint is missing, damaged or made for another target
-├── TrainingError     training can't go on: a loss or a gradient is not finite, no place to save
-├── ExportError       a checkpoint can't be written in, or read from, an outside format
-└── NotCompiled       there is no compiled step, and the plain one is used
+├── TrainingError     training can't continue: a loss or gradient is not finite, the disk is full
+├── ExportError       a drafter can't be written or read in another format
+└── NotCompiled       a step is not compiled, and the plain one is used
 """
 
 from __future__ import annotations
 
 
 def first_line(error: Exception) -> str:
-    """What an error of another program says, as part of our own sentence."""
+    """The first line of another library's error, for use in a message."""
     return str(error).strip().split("\n")[0]
 
 
@@ -32,7 +32,7 @@ class DataError(OutriderError, ValueError):
 
 
 class TargetError(OutriderError):
-    """The target can't be loaded, or can't do what was asked."""
+    """The target can't be loaded, or does not support the request."""
 
 
 class DrafterError(OutriderError):
@@ -44,12 +44,12 @@ class CheckpointError(OutriderError):
 
 
 class TrainingError(OutriderError):
-    """Training can't go on; the last good checkpoint stays as it was."""
+    """Training can't continue; the last good checkpoint is intact."""
 
 
 class ExportError(OutriderError):
-    """A checkpoint can't be written in, or read from, an outside format."""
+    """A drafter can't be written or read in another format."""
 
 
 class NotCompiled(OutriderError):
-    """There is no compiled step; the message says why, and the plain path is used."""
+    """A step is not compiled; the message says why, and the plain one is used."""

@@ -1,18 +1,17 @@
-"""Is a name a folder here, or a repository of the Hugging Face hub?  A folder that is missing is never asked of the
-hub."""
+"""Whether a name is a local path or a Hugging Face repository.  Missing folders are never looked up on the hub."""
 
 import re
 from pathlib import Path
 
 ID = re.compile(r"(?!-|\.)[\w.-]{1,96}(?<!-|\.)(/(?!-|\.)[\w.-]{1,96}(?<!-|\.))?", re.ASCII)
-"""A repository: NAME, or OWNER/NAME."""
+"""Repository: NAME or OWNER/NAME."""
 HUB_FILE = re.compile(rf"(?P<repo>{ID.pattern}):(?P<file>[\w.-][\w./-]*\.gguf)", re.ASCII)
-"""A GGUF file of a repository: OWNER/NAME:FILE."""
+"""GGUF file in a repository: OWNER/NAME:FILE."""
 FILES = (".json", ".jsonl", ".txt", ".yaml", ".yml", ".safetensors", ".gguf", ".parquet", ".csv")
 
 
 def is_local(name: str) -> bool:
-    """Whether a name means a file or folder here, present or missing: `runs/x` does, also where only `runs` exists."""
+    """Whether a name means a local file or folder, existing or not: `runs/x` does, even if only `runs` exists."""
     path = Path(name).expanduser()
     if HUB_FILE.fullmatch(name):
         return path.exists()
@@ -24,7 +23,7 @@ def is_local(name: str) -> bool:
 
 
 def missing_path(name: str) -> str | None:
-    """Why a file or folder can't be used: it is missing.  None where it exists, or may be a repository of the hub."""
+    """An error message for a missing local file or folder; None if it exists or the name may be a repository."""
     if not is_local(name) or Path(name).expanduser().exists():
         return None
     return f"no such {'file' if name.endswith(FILES) else 'folder'}: {name}"

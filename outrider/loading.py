@@ -1,5 +1,4 @@
-"""A drafter by its name: a kind, a checkpoint, a draft model as others publish it, or a Hugging Face id of one of
-these."""
+"""Load a drafter by name: a kind, a checkpoint, a published draft model, or a Hugging Face id."""
 
 import inspect
 import logging
@@ -34,17 +33,17 @@ class Source:
     """The folder of a trained drafter."""
 
     name: str
-    """As it was given."""
+    """Name that the user gave."""
     folder: Path
     kind: str
     format: str | None
-    """Of others, as in `outrider.export`; None for a checkpoint."""
+    """Published format, as in `outrider.export`; None for a checkpoint."""
     manifest: Mapping[str, Any] = field(default_factory=dict)
-    """A checkpoint's or our own export's; empty for a folder of others."""
+    """Of a checkpoint or an Outrider export; otherwise empty."""
 
     @property
     def target(self) -> str | None:
-        """The target that it was made for; None where the folder does not name it."""
+        """The target that it was trained for; None if the folder does not name it."""
         name = (self.manifest.get("target") or {}).get("name")
         return name if name or self.format is None else target_of(read_config(self.folder))
 
@@ -56,44 +55,45 @@ def load_drafter(
     """A drafter for `target`: a kind such as `ngram` with its settings, or a trained one by its folder or Hugging Face
     id.
 
-    A folder is a checkpoint, or a draft model as its authors publish it: speculators, EAGLE, EAGLE-3, DFlash, DSpark,
-    Medusa and the others of `outrider formats`; a GGUF file is named itself.  Of a trained drafter only settings on
-    which its weights do not depend can be given, such as a dflash2's nodes.  A trainable kind by its name alone has
-    new, random weights.  device: where it runs, if not where its config says, which is the target's own device unless
-    given.  quantize: `int8` rounds the linear layers of the draft model, whatever the target's are; what it borrows of
-    the target stays.  A checkpoint trained with the weights that a target was quantised from fits it, and the log
-    reports it.
+    A folder is a checkpoint or a published draft model: speculators, EAGLE, EAGLE-3, DFlash, DSpark, Medusa and the
+    other formats of `outrider formats`; a GGUF file is given by its own path.  A trained drafter accepts only settings
+    that its weights do not depend on, such as a dflash2's nodes.  A trainable kind without a checkpoint has random
+    weights.  device: where it runs; by default where its config says, else the target's device.  quantize: `int8`
+    rounds the linear layers of the draft model, independent of the target; layers shared with the target stay.  A
+    checkpoint trained on the unquantised weights of a quantised target fits it; the log reports it.
 
     Raises ConfigError for an unknown name or setting, CheckpointError for a checkpoint that is damaged or was made for
-    another target, ExportError for a folder of others that can't be read or does not fit, DrafterError for one that
-    reads more than the target sends.
+    another target, ExportError for a published folder that can't be read or does not fit, DrafterError for a drafter
+    that needs hidden states which the target does not send.
     """
     if isinstance(target, str | Path):
         raise ConfigError(f"target must be loaded, got {target!r}; give load_target({str(target)!r})")
     name = str(kind_or_path)
     if name in kinds():
         _refuse_without_layers(name, name, target)
-        module, given = find(name), {} if quantize is None else {"quantize": quantize}
-        settings = build(module.Config, {"kind": name, **config, **given}, "drafter")
-        # a drafter made of others opens checkpoints by this function, which is on a higher floor
-        opens = {"load": load_drafter} if "load" in inspect.signature(module.build).parameters else {}
-        place = device or getattr(settings, "device", None)
-        return _placed(lambda target: module.build(settings, target, **opens), target, place)
+        module = find(name)
+        if quantize is not None:
+            config["quantize"] = quantize
+        settings = build(module.Config, {"kind": name, **config}, "drafter")
+        # a drafter made of others loads them with this function, which its layer can't import
+        loader = {"load": load_drafter} if "load" in inspect.signature(module.build).parameters else {}
+        device = device or getattr(settings, "device", None)
+        return _on_device(lambda target: module.build(settings, target, **loader), target, device)
     source = describe(name)
     _refuse_without_layers(name, source.kind, target)
     free = method(source.kind).free
     if fixed := sorted(config.keys() - {*free}):
         others = f"; {' and '.join(free)} can be set" if free else ""
         raise ConfigError(f"{name} is a trained drafter with settings of its own; leave out {', '.join(fixed)}{others}")
-    own = source.manifest.get("config") or {}
-    quantize = quantize or own.get("quantize")
+    trained_config = source.manifest.get("config") or {}
+    quantize = quantize or trained_config.get("quantize")
     if quantize is not None:
         library(quantize)
     if source.manifest.get("target"):
         checkpoint.check_binding(source.manifest, target, source.folder, quantised=True)
-        _tell_precision(source.manifest, target, name)
+        _log_precision(source.manifest, target, name)
 
-    def filled(target: Target) -> Drafter:
+    def load(target: Target) -> Drafter:
         model = draft_model(source, target)
         if config:
             model = with_settings(model, config, name)
@@ -103,11 +103,11 @@ def load_drafter(
             prepacked.halve(model)
         return model.drafter()
 
-    return _placed(filled, target, device or own.get("device"))
+    return _on_device(load, target, device or trained_config.get("device"))
 
 
 def draft_model(source: str | Path | Source, target: Any) -> DraftModel:
-    """The draft model of a checkpoint or of a folder of others, frozen, on the target's device and in its precision.
+    """The draft model of a checkpoint or a published folder, frozen, on the target's device and in its precision.
 
     Raises as `load_drafter` does.
     """
@@ -118,17 +118,17 @@ def draft_model(source: str | Path | Source, target: Any) -> DraftModel:
 
 
 def with_settings(model: DraftModel, changes: Mapping[str, Any], name: str) -> DraftModel:
-    """A loaded model with other values of settings on which its weights do not depend; see `Method.free`.
+    """A loaded model with other values for settings that its weights do not depend on; see `Method.free`.
 
-    Raises ConfigError for a value that is none, and for a longer draft than it was trained for.
+    Raises ConfigError for an invalid value, and for a longer draft than it was trained for.
     """
-    own = model.config
-    config = build(type(own), {**own.model_dump(), **changes}, "drafter")
-    length = method(own.kind).length
-    if getattr(config, length) > getattr(own, length):
+    before = model.config
+    config = build(type(before), {**before.model_dump(), **changes}, "drafter")
+    length = method(before.kind).length
+    if getattr(config, length) > getattr(before, length):
         raise ConfigError(
-            f"{length} {getattr(config, length)} is more than the {getattr(own, length)} that {name} was trained for; "
-            "set it lower, or leave it out"
+            f"{length} {getattr(config, length)} is more than the {getattr(before, length)} that {name} was trained "
+            "for; set it lower, or leave it out"
         )
     kind: Any = type(model)
     changed: DraftModel = kind(config, model.target)
@@ -139,9 +139,8 @@ def with_settings(model: DraftModel, changes: Mapping[str, Any], name: str) -> D
 def describe(name: str | Path, format: str | None = None, kind: str | None = None) -> Source:
     """Find a trained drafter by its folder, its GGUF file or its Hugging Face id, without reading its weights.
 
-    format, kind: of a folder of others; recognised by its config.json unless given. Raises ConfigError for a name that
-    is neither, CheckpointError for an id that can't be fetched, ExportError for a folder that holds no drafter, or none
-    that is known here.
+    format, kind: of a published folder; by default detected from its config.json.  Raises ConfigError for a name that
+    is neither, CheckpointError for an id that can't be fetched, ExportError for a folder without a known drafter.
     """
     folder = find_folder(name)
     if not (checkpoint.whole(folder) / MANIFEST).exists() and not has_config(folder):
@@ -154,13 +153,13 @@ def describe(name: str | Path, format: str | None = None, kind: str | None = Non
 
 
 def find_folder(name: str | Path) -> Path:
-    """A folder or a file here, or what the hub's repository of this name holds, fetched where it is not there yet.
+    """A local folder or file, or the downloaded Hugging Face repository of this name.
 
-    Raises ConfigError for a missing folder or a name that is neither, CheckpointError for what can't be fetched.
+    Raises ConfigError for a missing folder or a name that is neither, CheckpointError if the download fails.
     """
     path = Path(name).expanduser()
     if path.name == FILE and (path.parent / MANIFEST).exists():
-        return path.parent  # an export of ours, whose outrider.json belongs to it
+        return path.parent  # an Outrider export, with its outrider.json
     if path.exists() or checkpoint.whole(path).exists():
         return path
     name = str(name)
@@ -168,20 +167,20 @@ def find_folder(name: str | Path) -> Path:
         raise ConfigError(f"{problem}; name the folder of a trained drafter, its Hugging Face id, or a drafter's kind")
     if "/" not in name:
         raise ConfigError(f"{name!r} is neither a checkpoint folder nor a drafter{nearest(name, kinds())}")
-    import huggingface_hub  # comes with transformers; a second to import, and only needed here
+    import huggingface_hub  # takes a second to import
 
     try:
         return Path(huggingface_hub.snapshot_download(name))
     except (OSError, ValueError) as error:
         reason = first_line(error) or type(error).__name__
         raise CheckpointError(
-            f"{name!r} is not a folder here and can't be fetched from the hub: {reason}; check the name, or download "
+            f"{name!r} is not a local folder and can't be fetched from the hub: {reason}; check the name, or download "
             "it and name the folder"
         ) from None
 
 
 def _refuse_without_layers(name: str, kind: str, target: Target) -> None:
-    """Raises DrafterError for a draft model that needs more of a server's target than tokens."""
+    """Raises DrafterError for a draft model that needs hidden states from a target on a server."""
     model = trained(kind)
     if not target.spec.layers and model is not None and model.reads_target:
         raise DrafterError(
@@ -189,7 +188,7 @@ def _refuse_without_layers(name: str, kind: str, target: Target) -> None:
         )
 
 
-def _tell_precision(manifest: Mapping[str, Any], target: Target, name: str) -> None:
+def _log_precision(manifest: Mapping[str, Any], target: Target, name: str) -> None:
     trained, served = checkpoint.trained_on(manifest, target), target.spec.precision
     if trained not in (None, served):
         is_other = manifest["target"].get("weights_hash") != target.spec.weights_hash
@@ -198,14 +197,14 @@ def _tell_precision(manifest: Mapping[str, Any], target: Target, name: str) -> N
         logging.getLogger(__name__).log(level, "%s: trained on %s, served on %s%s", name, trained, served, note)
 
 
-def _placed(make: Callable[[Target], Drafter], target: Target, device: str | torch.device | None) -> Drafter:
-    """A drafter for `target`, made on `device`.  With a compiled target its compiled steps come from the disk."""
+def _on_device(make: Callable[[Target], Drafter], target: Target, device: str | torch.device | None) -> Drafter:
+    """A drafter for `target`, made on `device`.  If the target is compiled, its steps use compiled ones on disk."""
     place = target.device if device is None else torch.empty(0, device=device).device  # cuda is cuda:0
     if place != target.device:
         return RemoteDrafter(make(target.copy_to(place)), place)
     drafter = make(target)
-    theirs = getattr(target, "step", None)
-    if isinstance(theirs, Compiled) and theirs.graph is not None:
-        for own in drafter.steps:
-            own.look()
+    target_step = getattr(target, "step", None)
+    if isinstance(target_step, Compiled) and target_step.graph is not None:
+        for step in drafter.steps:
+            step.look()
     return drafter

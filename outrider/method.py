@@ -1,7 +1,7 @@
-"""What export, engines and plans must know of a drafter, which says it itself.  Knows no torch.
+"""What export, engines and plans need to know about a drafter.  Imports no torch.
 
-A drafter's file has it as `METHOD = Method(...)`, of literals alone: it is read without importing the file, which would
-bring torch along.
+A drafter's file defines it as `METHOD = Method(...)` with literals only, because it is parsed without importing the
+file, which would import torch.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ Cost = Literal["each", "once", "lookup"]
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One drafter, seen from outside."""
+    """Facts about one kind of drafter."""
 
     cost: Cost | None = None
-    """How it drafts, from which its seconds are known on paper: a token a pass, a block in one, or without a model.
-    None: it must be timed."""
+    """How it drafts, for time estimates: a pass per token, one pass per block, or a lookup without a model.  None: it
+    must be timed."""
     usual: int = 0
-    """Its place among those that a plan compares unless others are named; 0 for none."""
+    """Position among the methods that a plan compares by default; 0 for none."""
     is_added: bool = False
-    """A plan that may measure looks at it beside these."""
+    """A plan that can measure also considers it."""
     is_model: bool = False
-    """It drafts with another language model, which the user names."""
+    """It drafts with another language model, named by the user."""
     is_untrained: bool = False
-    """Engines run it without a folder: nothing was trained, or the target has it."""
+    """Engines run it without a folder: it is not trained, or is part of the target."""
     tokens: int = 4
-    """Tokens that an engine drafts a step where neither folder nor settings say."""
+    """Draft tokens per step in an engine, if neither folder nor settings say."""
     length: str = "length"
-    """The setting that says how many it drafts: length, block or heads."""
+    """The setting with the draft length: length, block or heads."""
     chain: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that make its tree the chain that engines draft."""
+    """Settings that turn its tree into the chain that engines draft."""
     free: tuple[str, ...] = ()
-    """Settings on which its weights do not depend: a trained drafter can be loaded with others.  That of its length can
+    """Settings that its weights do not depend on, so a trained drafter can be loaded with other values.  The length can
     only be lowered."""
     engines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By engine that runs it: the fields of `engines.engine.Method`, and `bad`, versions that draft it wrongly, with
-    those of `engines.engine.Bad`."""
+    """Engine that runs it → the fields of `engines.engine.Method`, and `bad`, versions with bugs, with the fields of
+    `engines.engine.Bad`."""
     instead: Mapping[str, str] = field(default_factory=dict)
-    """By engine that does not run it: what to use."""
+    """Engine that does not run it → what to use instead."""
     layers: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """By format: the key of config.json, or of a GGUF file, that names the target's layers, and their layer number less
+    """Format → the key of config.json or a GGUF file with the target's layers, and the offset of its layer numbers from
     ours."""
 
     read_only: tuple[str, ...] = ()
-    """Formats of others that engines read and `outrider export` does not write."""
+    """Formats that engines read but `outrider export` does not write."""
     guessed: tuple[str, ...] = ()
-    """Formats whose folders need not name the layers: engines guess them right."""
+    """Formats whose folders may omit the layers, because engines guess them correctly."""
     in_anchor: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
-    """Of a block drafter, by format: the key that says whether it drafts in the anchor's slot too, and what holds
-    without it.  An empty format is any other; an empty key is never there."""
+    """For block drafters, format → the key that says whether the anchor's slot drafts too, and the default.  An empty
+    format stands for all others; an empty key for one that does not exist."""
 
     @property
     def is_fixed(self) -> bool:
-        """It was trained to draft so many at most."""
+        """Whether its draft length is limited by training."""
         return self.length != "length"

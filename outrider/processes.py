@@ -1,6 +1,6 @@
-"""What a training and the other stages ask of the processes that share their work; `ALONE`, one, answers by itself.
+"""Protocol of the processes that share a stage's work, and its implementation for a single process, `ALONE`.
 
-Several are a `training.parallel.distributed.Group`.
+`training.parallel.distributed.Group` implements it for several.
 """
 
 from __future__ import annotations
@@ -22,43 +22,41 @@ Way = Literal["ddp", "fsdp"]
 
 
 def check_parts(count: int, parts: int) -> None:
-    """Raises ConfigError where `count` processes can't share texts in groups of `parts`."""
+    """Raises ConfigError if `count` processes can't share texts in groups of `parts`."""
     if count % parts:
         raise ConfigError(
             f"train.sequence_parallel {parts} needs {parts} processes or a multiple of them, got {count}; start them "
-            f"by torchrun --nproc-per-node {parts} -m outrider …, or set it to 1"
+            f"with torchrun --nproc-per-node {parts} -m outrider …, or set it to 1"
         )
 
 
 class Weights(Protocol):
-    """How weights, gradients and moments lie in the processes of a training."""
+    """How weights, gradients and moments are distributed over the processes of a training."""
 
     def spread(self, model: DraftModel) -> None:
-        """Lay a model, the same in every process, out for training, in its place; before there is an optimiser."""
+        """Distribute a model, equal in every process, in place; before the optimiser is created."""
 
     def reduce(self, model: nn.Module, value: T) -> list[T]:
-        """Make the gradients of this process's rows those of all rows.  Returns what every process gives here, by
-        rank: it travels along."""
+        """All-reduce the gradients.  Returns `value` of every process, by rank, which is sent along."""
 
     def full(self, value: Tensor) -> Tensor:
-        """A weight, a moment or a norm as one plain tensor; all processes must ask."""
+        """A weight, moment or norm as one plain tensor; collective."""
 
     def local(self, value: Tensor) -> Tensor:
-        """What of it is in this process."""
+        """The part of a tensor in this process."""
 
     def like(self, value: Tensor, weight: Tensor) -> Tensor:
-        """A plain tensor, whole in every process, laid out as a weight of its shape is."""
+        """A plain tensor, complete in every process, distributed like `weight`."""
 
     def load(self, folder: Path, model: DraftModel) -> None:
-        """Take the weights of a checkpoint."""
+        """Load the weights of a checkpoint."""
 
     def whole(self, model: DraftModel) -> AbstractContextManager[DraftModel | None]:
-        """The model with all of its weights in the first process, to measure or to write; None in the others.  All must
-        ask."""
+        """The complete model in the first process, to measure or save it; None in the others.  Collective."""
 
 
 class Whole:
-    """All in one process."""
+    """All weights in one process."""
 
     def spread(self, model: DraftModel) -> None:
         pass
@@ -84,40 +82,42 @@ class Whole:
 
 
 class Processes(Protocol):
-    """The processes of a training, as one of them sees them."""
+    """The processes of a training, seen from one of them."""
 
     rank: int
-    """Of this process, from 0; the first one writes files and prints."""
+    """Rank of this process, from 0; rank 0 writes files and prints."""
     count: int
     weights: Weights
-    """How the model lies in them."""
+    """How the model is distributed over them."""
 
     @property
     def is_first(self) -> bool: ...
 
     def lay_out(self, way: Way) -> None:
-        """Set `weights`, as the run asks for it."""
+        """Set `weights` to DDP or FSDP."""
 
     def gather(self, value: T) -> list[T]:
-        """What every process gives here, by rank; all must ask, in the same order."""
+        """`value` of every process, by rank; collective."""
 
     def stripe(self, parts: int) -> Stripe | None:
-        """The positions of each text that this process has, where `parts` processes share it; None for whole texts.
+        """This process's positions of each text if `parts` processes share a text; None for whole texts.
 
-        Raises ConfigError where the processes are no multiple of `parts`.
+        Raises ConfigError if the number of processes is not a multiple of `parts`.
         """
 
     def agreed(self, asks: Callable[[], bool]) -> Callable[[], bool]:
-        """Whether any process asks for something, as all know it from what was gathered last."""
+        """A function that says whether `asks` was true in any process at the last collective."""
 
     def same(self, value: T) -> T:
-        """What the first process gives here; all must ask, in the same order."""
+        """`value` of the first process; collective."""
 
 
 class Alone:
-    """One process."""
+    """A single process."""
 
-    rank, count, is_first = 0, 1, True
+    rank = 0
+    count = 1
+    is_first = True
 
     def __init__(self) -> None:
         self.weights: Weights = Whole()

@@ -1,7 +1,7 @@
-"""What a name stands for: a file or folder of a package of ours, or an entry point of another distribution.
+"""Modules by name: files or folders of an Outrider package, or entry points of other distributions.
 
-Knows no torch.  Names are looked up before anything is imported: a dependency that is missing inside a module must not
-read as an unknown name.
+Imports no torch.  Names are looked up before anything is imported, so that a missing dependency inside a module is not
+reported as an unknown name.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ HERE = Path(__file__).parent
 
 
 class Registry:
-    """Modules of one sort, by name."""
+    """Modules of one kind, by name."""
 
     def __init__(self, what: str, packages: Sequence[str], group: str):
-        """what: such a module is called in errors.  packages: whose files and folders are modules.  group: of entry
-        points."""
-        self.what, self.packages, self.group = what, packages, group
+        """what: name of the kind in errors.  packages: whose files and folders are modules.  group: of entry points."""
+        self.what = what
+        self.packages = packages
+        self.group = group
 
     def own(self) -> dict[str, str]:
-        """What ships with Outrider: name to module."""
-        found = {}
+        """Modules that ship with Outrider, by name."""
+        modules = {}
         for package in self.packages:
             for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-                found[module.name] = f"{package}.{module.name}"
-        return dict(sorted(found.items()))
+                modules[module.name] = f"{package}.{module.name}"
+        return dict(sorted(modules.items()))
 
     def all(self) -> dict[str, str]:
-        """Everything found, own and of other distributions."""
+        """All modules, including those of other distributions."""
         return {point.name: point.value for point in entry_points(group=self.group)} | self.own()
 
     def find(self, name: str) -> ModuleType:
@@ -48,56 +49,55 @@ class Registry:
         module = self._module(name)
         try:
             return importlib.import_module(module)
-        except Exception as error:  # whatever others' code raises
+        except Exception as error:  # third-party code may raise anything
             raise ConfigError(
                 f"{self.place(name)} can't be imported ({type(error).__name__}: {error}); correct it, or uninstall it"
             ) from error
 
     def _module(self, name: str) -> str:
-        known = self.all()
-        if name not in known:
-            raise ConfigError(f"unknown {self.what} {name!r}{nearest(name, known)}")
-        return known[name]
+        modules = self.all()
+        if name not in modules:
+            raise ConfigError(f"unknown {self.what} {name!r}{nearest(name, modules)}")
+        return modules[name]
 
     def place(self, name: str) -> str:
-        """Where it is defined, for errors."""
-        own = self.own().get(name)
-        if own is None:
+        """Where a module is defined, for errors."""
+        module = self.own().get(name)
+        if module is None:
             return self.all()[name]
-        path = own.removeprefix("outrider.").replace(".", "/")
+        path = module.removeprefix("outrider.").replace(".", "/")
         return f"{path}/__init__.py" if (HERE / path).is_dir() else f"{path}.py"
 
 
 def literals(module: str, constant: str) -> dict[str, Any]:
-    """The arguments, all literals, with which a module makes this constant; empty where it has none.
+    """The literal keyword arguments of the call that a module assigns to this constant; empty without one.
 
-    The module is read and not imported.  Raises ConfigError for one that can't be read so.
+    The module is parsed, not imported.  Raises ConfigError if that fails.
     """
-    made = _assigned(module, _file(module), constant)
+    values = _assigned(module, _file(module), constant)
     try:
-        keywords = [given for call in made if isinstance(call, ast.Call) for given in call.keywords]
-        return {str(given.arg): ast.literal_eval(given.value) for given in keywords}
+        keywords = [keyword for call in values if isinstance(call, ast.Call) for keyword in call.keywords]
+        return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords}
     except ValueError as error:
         raise _unreadable(module, constant, error) from error
 
 
 def keys(module: str, constant: str, beside: str) -> tuple[str, ...]:
-    """The keys, all texts, of a mapping that a module makes: in the file `beside` of its folder where there is one,
-    else in its own.  Empty where it makes none.
+    """The string keys of a mapping in a module: in the file `beside` of its folder if there is one, else in its own.
+    Empty without one.
 
-    The module is read and not imported.  Raises ConfigError for one that can't be read so.
+    The module is parsed, not imported.  Raises ConfigError if that fails.
     """
-    own = _file(module)
-    path = own.with_name(f"{beside}.py") if own is not None and own.name == "__init__.py" else own
-    made = _assigned(module, path if path is not None and path.exists() else own, constant)
-    found = [
-        key.value for one in made if isinstance(one, ast.Dict) for key in one.keys if isinstance(key, ast.Constant)
-    ]
-    return tuple(key for key in found if isinstance(key, str))
+    file = _file(module)
+    path = file.with_name(f"{beside}.py") if file is not None and file.name == "__init__.py" else file
+    values = _assigned(module, path if path is not None and path.exists() else file, constant)
+    constants = [key for mapping in values if isinstance(mapping, ast.Dict) for key in mapping.keys]
+    names = [key.value for key in constants if isinstance(key, ast.Constant)]
+    return tuple(name for name in names if isinstance(name, str))
 
 
 def _file(module: str) -> Path | None:
-    """Raises ConfigError for a module that is not there."""
+    """The file of a module, without importing it.  Raises ConfigError if there is no such module."""
     try:
         spec = find_spec(module)
     except (ImportError, ValueError) as error:
@@ -106,7 +106,7 @@ def _file(module: str) -> Path | None:
 
 
 def _assigned(module: str, path: Path | None, constant: str) -> list[ast.expr]:
-    """What a file assigns to this name at its top."""
+    """Values that a file assigns to this name at module level."""
     try:
         body = ast.parse("" if path is None else path.read_text(encoding="utf-8")).body
     except (OSError, SyntaxError, ValueError) as error:
@@ -118,6 +118,6 @@ def _assigned(module: str, path: Path | None, constant: str) -> list[ast.expr]:
 
 def _unreadable(module: str, constant: str, error: Exception) -> ConfigError:
     return ConfigError(
-        f"{constant} of {module} can't be read ({type(error).__name__}: {error}); write it of literals alone, such "
-        "as 3, 'text' and {'key': 'value'}"
+        f"{constant} of {module} can't be read ({type(error).__name__}: {error}); use only literals in it, such as "
+        "3, 'text' and {'key': 'value'}"
     )

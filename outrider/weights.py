@@ -1,4 +1,4 @@
-"""The weights of a model by name, and what is wrong with them."""
+"""Weights of a model by name, and checks of them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds of a model: parameters and buffers by name, tied ones once, under their first name."""
+    """Parameters and buffers for a checkpoint, by name; tied ones once, under their first name."""
     names: dict[int, str] = {}
-    found = model.state_dict(keep_vars=True)
-    for name, weight in found.items():
+    state = model.state_dict(keep_vars=True)
+    for name, weight in state.items():
         names.setdefault(id(weight), name)
-    return {name: found[name] for name in names.values()}
+    return {name: state[name] for name in names.values()}
 
 
 def defaults(model: nn.Module) -> list[str]:
@@ -23,33 +23,32 @@ def defaults(model: nn.Module) -> list[str]:
 
 
 def rounded(weights: Mapping[str, Tensor]) -> list[str]:
-    """Names of 8-bit floating-point weights, which can't be computed with here."""
+    """Names of 8-bit floating-point weights, which are not supported."""
     return [name for name, weight in weights.items() if weight.is_floating_point() and weight.element_size() == 1]
 
 
-def mistyped(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
-    """Names of weights that are floating-point where `own` is not, or the other way; a mask may be stored as
-    integers."""
+def mistyped(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Names of weights that are floating-point and should not be, or the reverse; a mask may be stored as integers."""
     return [
         name for name, weight in weights.items()
-        if weight.is_complex() or weight.is_floating_point() != own[name].is_floating_point()
+        if weight.is_complex() or weight.is_floating_point() != expected[name].is_floating_point()
     ]  # fmt: skip
 
 
 def not_finite(weights: Mapping[str, Tensor]) -> list[str]:
-    """Names of weights that hold infinity or NaN; ask again after a cast."""
+    """Names of weights with infinity or NaN; check again after a cast."""
     return [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]
 
 
 def stale_map(model: nn.Module) -> str | None:
-    """What is wrong with a reduced vocabulary's two maps, which must agree and lie within the target's tokens; else
-    None."""
+    """A problem with the two maps of a reduced vocabulary, which must agree and be within the target's vocabulary; None
+    if there is none."""
     head = getattr(model, "head", None)
     if head is None or not hasattr(head, "d2t"):
         return None
     ids = head.ids
-    known = bool((ids >= 0).all() and (ids < len(head.t2d)).all())
-    if not known or len(ids.unique()) != len(ids):
+    is_within = bool((ids >= 0).all() and (ids < len(head.t2d)).all())
+    if not is_within or len(ids.unique()) != len(ids):
         return f"d2t names tokens outside the target's {len(head.t2d)}, or one twice; its map is stale"
     agree = torch.equal(torch.zeros_like(head.t2d).index_fill(0, ids, True), head.t2d)
     return None if agree else "d2t and t2d name different tokens; its map is stale"

@@ -156,7 +156,7 @@ def facts() -> Iterator[str]:
     yield from (f"{sort} {name}" for sort, table in TABLES.items() for name in home(table))
     for name, engine in home("ENGINES").items():
         yield from (f"engine {name}", *(f"engine {name} {kind}" for kind in engine.methods))
-    for name in {*outrider.__all__, *getattr(outrider, "_HOMES", ())}:
+    for name in {*outrider.__all__, *getattr(outrider, "_MODULES", ())}:
         found = getattr(outrider, name)
         yield from called(f"public {name}", home(name) if inspect.ismodule(found) else found)
         bases = [base for base in getattr(found, "__mro__", ()) if base.__module__.startswith("outrider")]

@@ -1265,7 +1265,7 @@ FAULTS = [
     ),
     fault(
         "a drafter that returns after it was given up goes on decoding beside the new thread",
-        ("GuardedDrafter._ask", "            if self.is_off:\n                raise Abandoned\n", ""),
+        ("GuardedDrafter._guard", "            if self.is_off:\n                raise Abandoned\n", ""),
     ),
     fault(
         "after the key file becomes unreadable, the old keys are still accepted",
@@ -1277,7 +1277,7 @@ FAULTS = [
     ),
     fault(
         "when several steps are sent together, only the tokens of the last one arrive",
-        ("PendingOutput.send", "            found += [(call, output) for output in earlier]\n", ""),
+        ("PendingOutput.send", "            outputs += [(call, output) for output in earlier]\n", ""),
     ),
     fault(
         "cached prompt prefixes are shared across tenants",
@@ -1486,7 +1486,7 @@ FAULTS = [
         "one key's bodies take all threads that read",
         (
             "FairExecutor._begin",
-            "next((one for one in self._waiting if one not in self._running), None)",
+            "next((owner for owner in self._waiting if owner not in self._running), None)",
             "next(iter(self._waiting), None)",
         ),
     ),

@@ -71,7 +71,7 @@ def overload(kind: str, settings: Sequence[str]) -> str:
 
 def stub() -> str:
     """The text of the file."""
-    homes = {name: home.partition(":") for name, home in outrider._HOMES.items() if name != "load_drafter"}
+    homes = {name: home.partition(":") for name, home in outrider._MODULES.items() if name != "load_drafter"}
     imports = [f"from outrider.{module} import {other or name} as {name}" for name, (module, _, other) in homes.items()]
     public = textwrap.indent(textwrap.fill(", ".join(f'"{name}"' for name in outrider.__all__), 112), "    ")
     parts = ["\n".join([HEAD, *sorted(imports), "", f"__all__ = [\n{public},\n]\n__version__: str\n"])]

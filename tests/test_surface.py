@@ -45,7 +45,7 @@ print(json.dumps({{"loaded": loaded, "code": code, "help": text.getvalue(), "mod
 
 def test_the_public_names_are_exactly_those_that_load_on_first_use() -> None:
     """Catches a name that is promised and can't be imported, that works but is not promised, or is not documented."""
-    assert outrider.__all__ == sorted(set(outrider.__all__)) == sorted(outrider._HOMES)
+    assert outrider.__all__ == sorted(set(outrider.__all__)) == sorted(outrider._MODULES)
     for name in outrider.__all__:
         assert callable(getattr(outrider, name)) and inspect.getdoc(getattr(outrider, name)), name
     assert set(outrider.__all__) <= set(dir(outrider))

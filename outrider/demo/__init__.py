@@ -1,7 +1,7 @@
-"""The demo: a small target of our own, a small drafter beside it, and prompts read from installed Python source.
+"""The demo: a small target, a small language model to draft for it, and prompts from installed Python source.
 
-Nothing of that text is shipped.  Of the standard library, modules named in `HELD_OUT` were seen by neither model in
-training, and of packages none: what the target writes after them is no recital.  Knows no torch.
+The prompts are not shipped.  Neither model was trained on the `HELD_OUT` modules of the standard library, nor on any
+package, so their continuations are not memorized.  Imports no torch.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ HELD_OUT = frozenset({
     "traceback",
     "wave", "weakref",
 })  # fmt: skip
-"""Top-level modules and packages that no model here was trained on; prompts for measuring come from them."""
+"""Top-level modules and packages that neither model was trained on; evaluation prompts come from them."""
 
 SKIPPED = frozenset(
     {"test", "tests", "testing", "idle_test", "turtledemo", "site-packages", "lib-dynload", "__pycache__"}
@@ -36,25 +36,25 @@ class Module(NamedTuple):
     """One source file."""
 
     name: str
-    """Path below the library, such as `json/decoder.py`, or below where packages are."""
+    """Path relative to the library, such as `json/decoder.py`, or to the folder of packages."""
     text: str
 
 
 def modules(split: Split) -> Iterator[Module]:
-    """Source files of the running interpreter's library, in the order of their names; tests are left out.
+    """Source files of the interpreter's standard library without tests, sorted by name.
 
-    Raises DataError where the interpreter came without its library's source.
+    Raises DataError if the library's source is not installed.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
-    found = False
+    is_empty = True
     for path in sorted(library.rglob("*.py")):
         name = path.relative_to(library)
         if SKIPPED.intersection(name.parts):
             continue
         if (name.parts[0].removesuffix(".py") in HELD_OUT) == (split == "held_out"):
-            found = True
+            is_empty = False
             yield Module(name.as_posix(), path.read_text(encoding="utf-8", errors="replace"))
-    if not found:
+    if is_empty:
         raise DataError(
             f"no Python source for the demo's {split} prompts under {library}; "
             "install the standard library's source, or name your own prompts: prepare.conversations=FILE.jsonl"
@@ -62,25 +62,22 @@ def modules(split: Split) -> Iterator[Module]:
 
 
 def package_modules(names: Sequence[str]) -> Iterator[Module]:
-    """Source files of installed packages, in the order of their names, without importing any; tests are left out.
+    """Source files of installed packages without tests, sorted by name; nothing is imported.
 
-    Raises DataError for a package that is not installed, or has no source.
+    Raises DataError for a package that is not installed or has no source.
     """
     for name in names:
         try:
-            found = importlib.util.find_spec(name) if name.isidentifier() else None
+            spec = importlib.util.find_spec(name) if name.isidentifier() else None
         except (ImportError, ValueError):
-            found = None
-        files = [
-            (path.relative_to(Path(place).parent), path)
-            for place in (found.submodule_search_locations or () if found is not None else ())
-            for path in sorted(Path(place).rglob("*.py"))
-        ]
+            spec = None
+        folders = map(Path, (spec.submodule_search_locations or ()) if spec is not None else ())
+        files = [(path.relative_to(folder.parent), path) for folder in folders for path in sorted(folder.rglob("*.py"))]
         if not files:
-            raise DataError(f"packages:{name} is no installed package with Python source; name some, such as torch")
-        for short, path in files:
-            if not SKIPPED.intersection(short.parts):
-                yield Module(short.as_posix(), path.read_text(encoding="utf-8", errors="replace"))
+            raise DataError(f"packages:{name} is not an installed package with Python source; name one, such as torch")
+        for relative, path in files:
+            if not SKIPPED.intersection(relative.parts):
+                yield Module(relative.as_posix(), path.read_text(encoding="utf-8", errors="replace"))
 
 
 def prompts(split: Split, count: int, seed: int = 0, characters: int = 600) -> Iterator[tuple[str, str]]:
@@ -89,12 +86,12 @@ def prompts(split: Split, count: int, seed: int = 0, characters: int = 600) -> I
 
 
 def pieces(sources: Iterable[Module], count: int, seed: str, characters: int) -> Iterator[tuple[str, str]]:
-    """Pieces of source ending at the end of a line, as (id, text), in an order that `seed` decides.
+    """Pieces of source that end with a line, as (id, text), in an order that depends on `seed`.
 
-    The first piece of every module comes before the second of any, so that a few prompts already cover many modules.
+    The first pieces of all modules come before any second piece, so that a few prompts cover many modules.
     """
     order = random.Random(seed)
-    found: list[tuple[float, str, str]] = []
+    ranked: list[tuple[float, str, str]] = []
     for module in sources:
         lines = module.text.splitlines(keepends=True)
         starts = list(range(0, max(1, len(lines) - 24), 12))
@@ -102,9 +99,9 @@ def pieces(sources: Iterable[Module], count: int, seed: str, characters: int) ->
         for turn, start in enumerate(starts):
             text = _lines_up_to(lines[start:], characters)
             if len(text) >= characters // 2:
-                found.append((turn + order.random(), f"{module.name}:{start + 1}", text))
-    found.sort()
-    for _, name, text in found[:count]:
+                ranked.append((turn + order.random(), f"{module.name}:{start + 1}", text))
+    ranked.sort()
+    for _, name, text in ranked[:count]:
         yield name, text
 
 
