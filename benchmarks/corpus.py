@@ -172,7 +172,7 @@ def _warm(folder: Path, contexts: list[list[int]]) -> dict[str, Any]:
         "warm_us": {
             "native": _times(corpus.longest, contexts),
             "python": _times(lambda context: corpus._longest_in_python(array("q", context), 1), contexts[:2000]),
-            "proposal of 16 nodes": _times(lambda context: corpora.proposed([corpus], context, 16, 8), contexts),
+            "proposal of 16 nodes": _times(lambda context: corpora.look_up(corpus, context, 16, 8).proposal, contexts),
         },
         "second_process": json.loads(subprocess.run(child, check=True, stdout=subprocess.PIPE, text=True).stdout),
     }

@@ -20,7 +20,7 @@ from outrider.config import Config as Base
 from outrider.method import Method
 from outrider.nn.drafting.serving import verifies_trees, warn_idle
 from outrider.nn.memory import Lookup
-from outrider.retrieval.texts import History, InTrie, Text, Tries
+from outrider.retrieval.texts import History, TextIndex, TrieIndex, Tries
 from outrider.targets.protocol import Target
 
 METHOD = Method(
@@ -85,11 +85,11 @@ class NGram(Lookup):
         super().__init__(config.length if config.tree == "chain" else config.nodes, tries)
         self.config, self.learns = config, bool(config.shared)
 
-    def new_request(self, tenant: str) -> Text:
+    def new_request(self, tenant: str) -> TextIndex:
         config = self.config
         if config.tree == "chain" and not config.shared:
             return History(config.shortest, config.longest)
-        return InTrie(self.tries.of(tenant).cursor(), config.tree, config.length, config.shortest)
+        return TrieIndex(self.tries.of(tenant).cursor(), config.tree, config.length, config.shortest)
 
 
 def build(config: Config, target: Target) -> NGram:

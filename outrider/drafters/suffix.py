@@ -25,7 +25,7 @@ from outrider.nn.memory import Lookup
 from outrider.retrieval.corpus import corpora
 from outrider.retrieval.corpus.suffix_array import Corpus
 from outrider.retrieval.proposal import Trust
-from outrider.retrieval.texts import InSources, Tries
+from outrider.retrieval.texts import SourcesIndex, Tries
 from outrider.targets.protocol import Target
 
 METHOD = Method(
@@ -78,11 +78,11 @@ class Suffix(Lookup):
         self.trust = Trust()
         """How often each source was right, over all requests; holds no text."""
 
-    def new_request(self, tenant: str) -> InSources:
+    def new_request(self, tenant: str) -> SourcesIndex:
         config, cursors = self.config, {"own": self.tries.new().cursor()}
         if config.shared:
             cursors["shared"] = self.tries.of(tenant).cursor()
-        return InSources(
+        return SourcesIndex(
             cursors, self.sources, self.trust, config.levels, config.shortest, config.factor, config.min_confidence
         )
 

@@ -41,7 +41,7 @@ class Opinion(NamedTuple):
     """[B, R] the probability that it leaves to the first member, 1 where it says nothing; None for 0 everywhere."""
 
 
-class Trie:
+class PrefixTree:
     """Texts that begin with one token, the root, as a tree: what a pass over all of them reads."""
 
     def __init__(self, base: int, texts: Sequence[Sequence[int]]):
@@ -88,13 +88,13 @@ class AlignedCache:
         self._rows: list[int] = []
         self._readings: list[list[Transcript | None]] = []
         """Of the open pass, by slot: the text up to the end of each row; None for a row that no text has."""
-        self._tries: dict[int, Trie] = {}
+        self._tries: dict[int, PrefixTree] = {}
         """By slot that the member's own pass reads, in its order."""
 
     def open(self, rows: Sequence[int], readings: Sequence[list[Transcript | None]]) -> None:
         self._rows, self._readings, self._tries = list(rows), list(readings), {}
 
-    def opened(self, tries: dict[int, Trie]) -> None:
+    def opened(self, tries: dict[int, PrefixTree]) -> None:
         """The member's own pass has read these."""
         self._tries = tries
 
@@ -241,7 +241,7 @@ class AlignedMember:
         sizes = (max(map(len, own)) + sum(len(ids) - n for ids in own) for own, n in zip(wanted, common, strict=True))
         if (most := max(sizes)) > cache.cache.length:
             cache.grow(2 * most)
-        tries, found = dict[int, Trie](), dict[int, Tensor]()
+        tries, found = dict[int, PrefixTree](), dict[int, Tensor]()
         for row, texts, n in zip(rows, wanted, common, strict=True):
             if n:
                 tries[row] = self._trie(cache, row, texts, n)
@@ -254,16 +254,16 @@ class AlignedMember:
                 found[row] = own[to_device([end + 1 for end in trie.ends], own.device)]
         return torch.cat([found[row] for row in rows])
 
-    def _trie(self, cache: AlignedCache, row: int, texts: Sequence[list[int]], common: int) -> Trie:
+    def _trie(self, cache: AlignedCache, row: int, texts: Sequence[list[int]], common: int) -> PrefixTree:
         base, text = cache.begin(row, texts[0], common - 1), texts[0]
         if common - 1 - base > FEW:
             piece = text[base : common - 1]
             self.target.prefill(cache.cache, [row], to_device([piece], self.target.device), [len(piece)])
             cache.held[row] += piece
             base = common - 1
-        return Trie(base, [ids[base:] for ids in texts])
+        return PrefixTree(base, [ids[base:] for ids in texts])
 
-    def _pass(self, cache: AlignedCache, tries: dict[int, Trie]) -> Tensor:
+    def _pass(self, cache: AlignedCache, tries: dict[int, PrefixTree]) -> Tensor:
         """Logits [B', n, U] after the root and the nodes of each trie."""
         device, own = self.target.device, list(tries.values())
         tokens, sizes = padded([t.tokens for t in own], 0, device), torch.tensor([len(t.tokens) for t in own])

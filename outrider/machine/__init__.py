@@ -1,9 +1,9 @@
 """The speed of this machine: number types, kernels, threads.  Measured once and stored on disk.
 
 One CPU multiplies bfloat16 four times as fast as float32, the next one fifty times as slowly, and neither its name nor
-torch says which.  So matrix products of every type are timed (under a second), and ways of doing the same thing are
-timed against each other (`fastest`).  Results are stored in `$OUTRIDER_CACHE/machine` by processor, versions, settings
-and threads: the least times of three processes, measured while no other program disturbs them.
+torch tells which.  So matrix products of every type are timed (in under a second), and alternatives are timed against
+each other (`fastest`).  Results are stored in `$OUTRIDER_CACHE/machine` by processor, versions, settings and threads:
+the shortest times of three processes, measured while no other program disturbs them.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ ROWS = (1, 8, 64)
 TRAINING = "training"
 """The column of one training step: forward and backward in mixed precision, and an iteration of Muon."""
 WIDTH, LAYERS, TRAINED = 1024, 4, 256
-"""The timed matrices: LAYERS weights of WIDTH x WIDTH, read in turn; in training one of TRAINED x TRAINED."""
+"""The timed matrices: LAYERS weights of WIDTH x WIDTH, used in turn; in training one of TRAINED x TRAINED."""
 LARGE = 4096
-"""Rows, and width, of a product that is large enough to be as fast as a GPU can."""
+"""Rows and width of a product that is large enough to reach a GPU's full speed."""
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MALLOC = {-3: 2**25, -1: 2**31 - 1, -2: 0}
 """glibc's M_MMAP_THRESHOLD at its highest, M_TRIM_THRESHOLD, M_TOP_PAD."""
 INT8 = "int8 weights"
 UNKNOWN_MEMORY = 2**32
-"""Bytes taken to be free where the system does not say."""
+"""Bytes assumed to be free if the system does not tell."""
 HOPELESS = 10.0
-"""A type this many times as slow as float32 is not timed at more rows: its time grows with the rows."""
+"""A type this many times slower than float32 is not timed with more rows; its time is extrapolated."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class MatmulTimes:
     """By type, then by column: rows, or `training`."""
 
     def slowdown(self, way: str, column: str) -> float:
-        """Time relative to the fastest type of this column; 1 where it is the fastest, or was not timed."""
+        """Time relative to the fastest type in this column; 1 if it is the fastest or was not timed."""
         if way not in self.ms:
             return 1.0
-        return self.ms[way][column] / min(own[column] for name, own in self.ms.items() if name in TYPES)
+        return self.ms[way][column] / min(columns[column] for name, columns in self.ms.items() if name in TYPES)
 
     def decoding(self, way: str) -> float:
         """Time of passes of several rows in this type: the geometric mean of a verification and a batch."""
@@ -71,7 +71,7 @@ class MatmulTimes:
 
 
 def matmul_times() -> MatmulTimes:
-    """The times of this machine; measured where they are not known yet."""
+    """The times of this machine, measured if needed."""
     return MatmulTimes(measurements.timed(_place("products"), _time_matmuls))
 
 
@@ -79,22 +79,22 @@ def fastest(
     question: str, ways: Callable[[], Mapping[str, Callable[[], object]]], margin: float = 1.1,
     processes: int = measurements.PROCESSES,
 ) -> str:  # fmt: skip
-    """Name of the fastest way: the first one, unless another is `margin` times as fast.
+    """Name of the fastest alternative: the first one, unless another is `margin` times as fast.
 
-    Timed by the first processes on a machine, each in a quiet moment; the least times count.
+    Timed by the first processes on a machine, each in a quiet moment; the shortest times count.
 
-    question: names what is timed, with all that the answer depends on besides the machine, such as shapes.  ways:
-    called only where the answer is not known yet.  processes: that time them, 1 where that takes long.
+    question: names what is timed, including everything the answer depends on besides the machine, such as shapes.
+    ways: called only if the answer is not stored.  processes: number of processes that time; 1 if it takes long.
     """
     measure = lambda: {way: {"ms": ms} for way, ms in best_times(ways()).items()}
-    found = measurements.timed(_place(question), measure, processes)
-    ms = {way: own["ms"] for way, own in found.items()}
+    figures = measurements.timed(_place(question), measure, processes)
+    ms = {way: columns["ms"] for way, columns in figures.items()}
     usual, best = next(iter(ms)), min(ms, key=ms.__getitem__)
     return best if ms[best] * margin <= ms[usual] else usual
 
 
 def training_dtype(device: torch.device | str = "cpu") -> Precision:
-    """Type of mixed-precision passes on this device: bfloat16 where that is no slower, else float32."""
+    """Type of mixed-precision passes on this device: bfloat16 unless it is slower, else float32."""
     kind = torch.device(device).type
     if kind == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
@@ -105,14 +105,14 @@ def training_dtype(device: torch.device | str = "cpu") -> Precision:
 
 
 def decoding_dtype(stored: torch.dtype) -> torch.dtype:
-    """Type in which weights stored as `stored` are multiplied on this CPU: their own unless float32 is faster."""
-    name, taken = str(stored).removeprefix("torch."), matmul_times().decoding
-    is_slow = taken("float32") < taken(name) if name in TYPES else stored.itemsize <= 2
+    """Type in which weights of type `stored` are multiplied on this CPU: the same unless float32 is faster."""
+    name, time_of = str(stored).removeprefix("torch."), matmul_times().decoding
+    is_slow = time_of("float32") < time_of(name) if name in TYPES else stored.itemsize <= 2
     return torch.float32 if is_slow else stored
 
 
 def slow_type(name: str, column: str) -> str | None:
-    """A warning of one line about number type `name` on this CPU; None where it is not much slower than the fastest."""
+    """A one-line warning about number type `name` on this CPU; None if it is not much slower than the fastest."""
     factor = matmul_times().slowdown(name, column)
     if factor < 1.5:
         return None
@@ -120,16 +120,15 @@ def slow_type(name: str, column: str) -> str | None:
 
 
 def set_up_process() -> None:
-    """Set this process up for long work.  For programs; importing the library changes nothing."""
+    """Set up threads and malloc for long work.  For programs; importing the library changes nothing."""
     set_up_threads()
     keep_freed_memory()
 
 
 def keep_freed_memory() -> None:
-    """Have malloc hold on to what is freed: tensors of megabytes come and go in every step, and each new page costs a
-    fault.
+    """Make malloc keep freed memory: steps allocate and free megabytes, and every new page costs a fault.
 
-    Measured on the demo's training: 32 thousand faults a step become 4 thousand, a tenth of its CPU time.
+    In the demo's training this reduces page faults from 32 to 4 thousand per step and saves a tenth of the CPU time.
     """
     with suppress(OSError, AttributeError):  # another libc than glibc
         libc = ctypes.CDLL(None)
@@ -138,41 +137,40 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Give freed memory back to the system, such as before resident memory is measured."""
+    """Return freed memory to the system, for example before measuring resident memory."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def set_up_threads() -> int:
-    """Give torch no more threads than this container's share of the cores, where that multiplies faster; returns how
-    many.
+    """Limit torch's threads to this container's share of the cores if that is faster; returns their number.
 
-    OMP_NUM_THREADS wins.
+    OMP_NUM_THREADS takes precedence.
     """
-    given, share = torch.get_num_threads(), cpu_share()
-    fitting = given if share is None else max(1, math.ceil(share))
-    if fitting >= given or "OMP_NUM_THREADS" in os.environ:
-        return given
+    default, share = torch.get_num_threads(), cpu_share()
+    fewer = default if share is None else max(1, math.ceil(share))
+    if fewer >= default or "OMP_NUM_THREADS" in os.environ:
+        return default
 
     def multiply(threads: int) -> None:
         torch.set_num_threads(threads)
         _linear(torch.float32, ROWS[-1])()
 
-    ways = {str(threads): functools.partial(multiply, threads) for threads in (given, fitting)}
-    chosen = int(fastest(f"threads {given} or {fitting}", lambda: ways))
+    ways = {str(threads): functools.partial(multiply, threads) for threads in (default, fewer)}
+    chosen = int(fastest(f"threads {default} or {fewer}", lambda: ways))
     torch.set_num_threads(chosen)
     return chosen
 
 
 def gflops(rows: int, dtype: Precision = "float32", device: torch.device | str = "cpu") -> float:
-    """GFLOP/s of this device in products of about so many rows in this type; of a GPU, in large ones."""
+    """GFLOP/s of this device in this type, for products of about `rows` rows; on a GPU for large ones."""
     if torch.device(device).type != "cpu":
         question = f"large products of {dtype} on {torch.cuda.get_device_name(device)}"
         ms = measurements.timed(_place(question), lambda: {dtype: {"ms": _time_large(dtype, torch.device(device))}})[
             dtype
         ]["ms"]
         return 2 * LARGE**3 / ms / 1e6
-    timed = max((one for one in ROWS if one <= rows), default=ROWS[0])
+    timed = max((rows_timed for rows_timed in ROWS if rows_timed <= rows), default=ROWS[0])
     return 2 * LAYERS * WIDTH**2 * timed / matmul_times().ms[dtype][str(timed)] / 1e6
 
 
@@ -190,7 +188,7 @@ def describe(device: torch.device | str = "cpu") -> str:
     )
 
 
-# ── what is known of it ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── identity and memory ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def identity() -> tuple[object, ...]:
@@ -214,7 +212,7 @@ def cpu_flags() -> str:
 
 
 def cpu_share() -> float | None:
-    """Cores' worth of time that the container is given; None where there is no such limit."""
+    """The container's limit of processor time in cores; None without a limit."""
     try:
         quota, _, period = Path("/sys/fs/cgroup/cpu.max").read_text().strip().partition(" ")
     except OSError:
@@ -223,7 +221,7 @@ def cpu_share() -> float | None:
 
 
 def memory() -> int:
-    """Bytes of memory that the machine has, within what the container is given."""
+    """Bytes of memory of the machine, or of the container if it has a lower limit."""
     whole = _memory_line("MemTotal")
     with suppress(OSError, ValueError):  # no container, or one without a limit
         whole = min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -231,7 +229,7 @@ def memory() -> int:
 
 
 def free_memory(device: torch.device | str = "cpu") -> int:
-    """Bytes of memory that are not in use: of a GPU, or of this machine within what the container is given."""
+    """Bytes of free memory of a GPU, or of this machine within the container's limit."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = _memory_line("MemAvailable")
@@ -242,7 +240,7 @@ def free_memory(device: torch.device | str = "cpu") -> int:
 
 
 def _memory_line(name: str) -> int:
-    """Bytes that the system says under this name."""
+    """A field of /proc/meminfo in bytes."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
@@ -260,12 +258,12 @@ def _cpu_line(name: str) -> str | None:
 
 
 def remembered(question: str, measure: Callable[[], Figures]) -> Figures:
-    """Figures that depend on this machine and on what `question` names, but not on how busy it is: measured once."""
+    """Figures that depend on this machine and on `question`, but not on load: measured once."""
     return measurements.remembered(_place(question), measure)
 
 
 def forget() -> None:
-    """Forget all measurements; they are made again when asked for."""
+    """Forget all measurements; they are repeated when needed."""
     measurements.forget(_place("").parent)
 
 
@@ -279,31 +277,31 @@ def _place(question: str) -> Path:
 
 def _time_matmuls() -> dict[str, dict[str, float]]:
     began = time.perf_counter()
-    found: dict[str, dict[str, float]] = {way: {} for way in (*TYPES, INT8)}
+    ms_by_type: dict[str, dict[str, float]] = {way: {} for way in (*TYPES, INT8)}
     for rows, before in zip(ROWS, (None, *ROWS), strict=False):
         ways = {INT8: _linear(torch.int8, rows)}
         for name, dtype in TYPES.items():
-            if before is not None and found[name][str(before)] > HOPELESS * found["float32"][str(before)]:
-                found[name][str(rows)] = found[name][str(before)] * rows / before
+            if before is not None and ms_by_type[name][str(before)] > HOPELESS * ms_by_type["float32"][str(before)]:
+                ms_by_type[name][str(rows)] = ms_by_type[name][str(before)] * rows / before
             else:
                 ways[name] = _linear(dtype, rows)
         for way, ms in best_times(ways).items():
-            found[way][str(rows)] = ms
+            ms_by_type[way][str(rows)] = ms
     for name, ms in best_times({name: _training_step(dtype) for name, dtype in TYPES.items()}).items():
-        found[name][TRAINING] = ms
-    log.info("timed the matrix products of this machine in %.1f s: %s", time.perf_counter() - began, found)
-    return found
+        ms_by_type[name][TRAINING] = ms
+    log.info("timed the matrix products of this machine in %.1f s: %s", time.perf_counter() - began, ms_by_type)
+    return ms_by_type
 
 
 def _linear(dtype: torch.dtype, rows: int) -> Callable[[], object]:
-    # int8 weights, as torchao's, are converted to floats in every pass
+    # int8 weights, like torchao's, are converted to floats in every pass
     x = torch.ones(rows, WIDTH, dtype=dtype if dtype.is_floating_point else torch.float32)
     weights = [torch.ones(WIDTH, WIDTH, dtype=dtype) for _ in range(LAYERS)]
     return torch.inference_mode()(lambda: [F.linear(x, weight.to(x.dtype)) for weight in weights])
 
 
 def _time_large(dtype: Precision, device: torch.device) -> float:
-    """Milliseconds of a product of `LARGE` by `LARGE` numbers on a GPU."""
+    """Milliseconds of a product of two matrices of LARGE x LARGE on a GPU."""
     square = torch.ones(LARGE, LARGE, dtype=TYPES[dtype], device=device)
 
     def product() -> None:
@@ -315,7 +313,7 @@ def _time_large(dtype: Precision, device: torch.device) -> float:
 
 
 def _training_step(dtype: torch.dtype) -> Callable[[], object]:
-    with torch.inference_mode(False):  # a target may be loaded in it, and nothing there has a gradient
+    with torch.inference_mode(False):  # a target may be loaded in inference mode, where nothing has a gradient
         x, weight = torch.ones(TRAINED, TRAINED), torch.ones(TRAINED, TRAINED, requires_grad=True)
         square = torch.ones(TRAINED, TRAINED, dtype=dtype)
 

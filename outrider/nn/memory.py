@@ -20,7 +20,7 @@ from outrider.decoding.state import DecodeState, Scores
 from outrider.kernels import prepacked
 from outrider.nn.draft_model import DraftModel
 from outrider.nn.drafting import serving, trees
-from outrider.retrieval.texts import Text, Tries
+from outrider.retrieval.texts import TextIndex, Tries
 from outrider.targets.cache.slots import SlotCache
 from outrider.targets.protocol import Target
 
@@ -304,7 +304,7 @@ class RequestDrafter(Drafter, ABC, Generic[T]):
             memory[row] = None
 
 
-class Lookup(RequestDrafter[Text], ABC):
+class Lookup(RequestDrafter[TextIndex], ABC):
     """Looks up the end of each slot's text; a method says in what."""
 
     watches = True  # what it observes is the text
@@ -312,25 +312,25 @@ class Lookup(RequestDrafter[Text], ABC):
     def __init__(self, limit: int, tries: Tries):
         self.limit, self.tries = limit, tries
 
-    def propose(self, memory: list[Text | None], state: DecodeState, budget: Tensor) -> Draft:
+    def propose(self, memory: list[TextIndex | None], state: DecodeState, budget: Tensor) -> Draft:
         return self.look_up(memory, state, [()] * len(state.rows), budget)
 
     def look_up(
-        self, memory: list[Text | None], state: DecodeState, drafted: Sequence[Sequence[int]], budget: Tensor
+        self, memory: list[TextIndex | None], state: DecodeState, drafted: Sequence[Sequence[int]], budget: Tensor
     ) -> Draft:
         slots = zip(state.rows, drafted, budget.tolist(), strict=True)
         found = [self._read(memory, state, row).propose(state.tokens[row], most, path) for row, path, most in slots]
         return trees.of_lists([own.tokens for own in found], [own.parents for own in found], state.device)
 
     def observe(
-        self, memory: list[Text | None], state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores
+        self, memory: list[TextIndex | None], state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores
     ) -> None:
         """Others find what was committed at once, even if the text ends here."""
         if self.tries.shared:
             for row in state.rows:
                 self._read(memory, state, row)
 
-    def _read(self, memory: list[Text | None], state: DecodeState, row: int) -> Text:
+    def _read(self, memory: list[TextIndex | None], state: DecodeState, row: int) -> TextIndex:
         """The slot's text, everything committed read."""
         text = self.of(memory, state, row)
         text.read(state.tokens[row])

@@ -1,1 +1,1 @@
-"""Text indexes that need no training."""
+"""Text indexes for drafting without training."""

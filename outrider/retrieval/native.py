@@ -1,8 +1,7 @@
-"""Native versions of slow functions: one source file next to the Python, compiled on first use and cached on disk.
+"""Native versions of slow functions: C or C++ files beside the Python, compiled on first use and cached on disk.
 
-Plain C or C++ with `extern "C"`, called through ctypes: no build step, no torch.  A library's name contains the hash of
-its source and of how it was compiled, so it is never confused with another one.  Without a compiler, or with
-`OUTRIDER_NATIVE=0`, the Python version is used.
+Called through ctypes (`extern "C"`): no build step, no torch.  A library's file name contains a hash of its source and
+compiler flags.  Without a compiler, or with `OUTRIDER_NATIVE=0`, the Python version is used.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from outrider.storage import cache
 log = logging.getLogger(__name__)
 
 LANGUAGES = {".c": ("-x", "c", "-std=c11"), ".cpp": ("-x", "c++", "-std=c++17")}
-# without contraction a product and a sum round as they do in Python
+# -ffp-contract=off: products and sums round as in Python
 FLAGS = ("-O2", "-shared", "-fPIC", "-fvisibility=default", "-ffp-contract=off")
 
 
 class NotNative(OutriderError):
-    """There is no native library, and why; the Python version is used."""
+    """There is no native library, for this reason; the Python version is used."""
 
 
 @functools.cache
 def library(name: str, version: int) -> ctypes.CDLL | None:
-    """The library of this source file in this folder, compiled if needed; None, and one line in the log, without it.
+    """The library of a source file in this folder, compiled if needed; None, with a line in the log, if unavailable.
 
     version: what its `outrider_<stem>_version()` must return; raise both whenever a function's arguments change.
     """
@@ -44,18 +43,18 @@ def library(name: str, version: int) -> ctypes.CDLL | None:
 
 
 def load(source: Path, version: int) -> ctypes.CDLL:
-    """Compile this file if needed, and load it.  Raises NotNative with the reason where that fails."""
+    """Load the library of this file, compiled if needed.  Raises NotNative with the reason if that fails."""
     if os.environ.get("OUTRIDER_NATIVE") == "0":
         raise NotNative("OUTRIDER_NATIVE=0 turns it off")
     path = _built(source)
     try:
-        found = ctypes.CDLL(str(path))
-        answer = getattr(found, f"outrider_{source.stem}_version")()
+        library = ctypes.CDLL(str(path))
+        found_version = getattr(library, f"outrider_{source.stem}_version")()
     except (OSError, AttributeError) as error:
-        raise NotNative(f"{path} can't be loaded ({error}); delete it, so that it is compiled again") from error
-    if answer != version:
-        raise NotNative(f"{path} must have version {version}, got {answer}; delete it, so that it is compiled again")
-    return found
+        raise NotNative(f"{path} can't be loaded ({error}); delete it to recompile it") from error
+    if found_version != version:
+        raise NotNative(f"{path} must have version {version}, got {found_version}; delete it to recompile it")
+    return library
 
 
 def _built(source: Path) -> Path:

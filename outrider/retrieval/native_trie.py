@@ -1,4 +1,4 @@
-"""The trie in C++: the same nodes as `trie`, many times faster."""
+"""The trie in C++: the same nodes as in `trie`, many times faster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERSION = 3
 
 
 def fastest(depth: int, capacity: int) -> Trie | NativeTrie:
-    """The native trie where it is available, else the Python one.  Both give the same results."""
+    """The native trie if available, else the Python one.  Both give the same results."""
     functions = _functions()
     return Trie(depth, capacity) if functions is None else NativeTrie(depth, capacity, functions)
 
@@ -28,7 +28,7 @@ def _functions() -> ctypes.PyDLL | None:
     library = native.library("trie.cpp", VERSION)
     if library is None:
         return None
-    # PyDLL holds the interpreter's lock during a call, so other threads can't use the trie
+    # PyDLL holds the GIL during a call, so no other thread can use the trie
     functions = ctypes.PyDLL(library._name, handle=library._handle)
     address, count, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
     for name, result, arguments in (
@@ -79,7 +79,7 @@ class NativeCursor:
     """`Cursor` in C++."""
 
     def __init__(self, trie: NativeTrie):
-        self.trie, self.functions = trie, trie.functions  # the trie lives as long as its cursors
+        self.trie, self.functions = trie, trie.functions  # keeps the trie alive
         self.handle = trie.functions.outrider_cursor_new(trie.handle)
         weakref.finalize(self, trie.functions.outrider_cursor_free, self.handle)
 
@@ -98,8 +98,8 @@ class NativeCursor:
         self.functions.outrider_cursor_follow(self.handle, array("i", tokens).tobytes(), len(tokens))
 
     def chain(self, most: int, shortest: int = 1) -> list[int]:
-        found = (ctypes.c_int32 * most)()
-        return found[: self.functions.outrider_cursor_chain(self.handle, most, shortest, found)]
+        tokens = (ctypes.c_int32 * most)()
+        return tokens[: self.functions.outrider_cursor_chain(self.handle, most, shortest, tokens)]
 
     def tree(self, order: Literal["recency", "frequency"], budget: int, levels: int, shortest: int = 1) -> Proposal:
         tokens, parents = (ctypes.c_int32 * budget)(), (ctypes.c_int32 * budget)()

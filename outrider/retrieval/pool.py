@@ -1,4 +1,4 @@
-"""The tokens that followed short sequences in texts or guesses, most recent first.  (Fu et al. 2402.02057.)"""
+"""The pool of n-grams of lookahead decoding: tokens that followed short sequences.  (Fu et al. 2402.02057.)"""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 
 class Pool:
-    """A bounded table from the beginnings of n-grams to the tokens that followed."""
+    """A bounded table from the prefixes of n-grams to the tokens that followed, most recent first."""
 
     def __init__(self, longest: int, most: int, siblings: int):
-        """longest: tokens of the longest beginning.  most: beginnings stored; the oldest is removed first.  siblings:
-        tokens stored for each."""
+        """longest: tokens of the longest prefix.  most: number of prefixes stored; the oldest is removed first.
+        siblings: tokens stored per prefix."""
         self.longest, self.most, self.siblings = longest, most, siblings
         self.read = 0
-        """Tokens of the text that were learnt."""
+        """Number of tokens of the text learnt so far."""
         self.follows: dict[tuple[int, ...], list[int]] = {}
 
     def learn(self, text: list[int]) -> None:
@@ -23,21 +23,21 @@ class Pool:
         self.read = len(text)
 
     def add(self, before: Sequence[int], token: int) -> None:
-        """Store that this token followed these."""
+        """Store that this token followed `before`."""
         for n in range(1, min(self.longest, len(before)) + 1):
             key = tuple(before[-n:])
-            known = self.follows.pop(key, [])
-            self.follows[key] = [token, *(other for other in known if other != token)][: self.siblings]
+            earlier = self.follows.pop(key, [])
+            self.follows[key] = [token, *(other for other in earlier if other != token)][: self.siblings]
         while len(self.follows) > self.most:
             del self.follows[next(iter(self.follows))]
 
     def knows(self, tokens: Sequence[int]) -> bool:
-        """Whether a token is stored for the longest beginning that ends these tokens."""
+        """Whether a token is stored for the last `longest` of these tokens."""
         return tuple(tokens[-self.longest :]) in self.follows and len(tokens) >= self.longest
 
     def after(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens that followed these, each once: longest match first, then most recent."""
-        found: dict[int, None] = {}
+        """The tokens that followed these, without duplicates: longest match first, then most recent."""
+        followers: dict[int, None] = {}
         for n in range(min(self.longest, len(tokens)), 0, -1):
-            found |= dict.fromkeys(self.follows.get(tuple(tokens[-n:]), ()))
-        return list(found)
+            followers |= dict.fromkeys(self.follows.get(tuple(tokens[-n:]), ()))
+        return list(followers)

@@ -1,8 +1,8 @@
-"""Proposals of text indexes, and one proposal merged from several.
+"""Proposals of text indexes, and the merging of several.
 
-Sources are weighted by the length of their match and the probability of what follows, as in SGLang's n-gram drafter.
-What differs: how often a source with such a match and such a probability was right is counted while decoding; and one
-best-first tree grows over all sources, so that a sure source can have every node.
+Sources are weighted by the length of their match and the probability of the continuation, as in SGLang's n-gram
+drafter.  Differences: how often a source was right at such a length and probability is counted while decoding, and one
+best-first tree grows over all sources, so that a confident source can take every node.
 """
 
 from __future__ import annotations
@@ -12,91 +12,89 @@ from typing import NamedTuple
 
 
 class Proposal(NamedTuple):
-    """A tree under a text's end, parents first, the most promising first: every prefix is a tree."""
+    """A tree under the end of a text: parents first, the most promising nodes first, so every prefix is a tree."""
 
     tokens: list[int]
     parents: list[int]
-    """-1 is the text's end."""
+    """-1 is the end of the text."""
     shares: list[float]
-    """Estimated probability that the text continues down to each node: in [0, 1], never above the parent's; empty where
-    nothing was counted."""
+    """Estimated probability that the text continues down to each node: in [0, 1], never above the parent's; empty if
+    unknown."""
 
     @classmethod
     def chain(cls, tokens: list[int]) -> Proposal:
         return cls(tokens, list(range(-1, len(tokens) - 1)), [])
 
     def first(self, nodes: int) -> Proposal:
-        """This proposal with its most promising nodes alone."""
-        return (
-            self
-            if len(self.tokens) <= nodes
-            else Proposal(self.tokens[:nodes], self.parents[:nodes], self.shares[:nodes])
-        )
+        """The first, most promising nodes of this proposal."""
+        if len(self.tokens) <= nodes:
+            return self
+        return Proposal(self.tokens[:nodes], self.parents[:nodes], self.shares[:nodes])
 
 
 NOTHING = Proposal([], [], [])
 
 
-class Found(NamedTuple):
+class SourceProposal(NamedTuple):
     """One source's proposal for a text."""
 
     source: str
     length: int
-    """Tokens that match."""
+    """Length of its match in tokens."""
     proposal: Proposal
 
     @property
     def kind(self) -> tuple[str, int, int]:
-        """On what trust in it depends: the source, its match length and its probability, each in a few bins."""
+        """The key of its trust: source, match length and probability, the latter two in a few bins."""
         return self.source, (self.length**2).bit_length(), int(4 * self.proposal.shares[0])
 
 
 class Trust:
-    """How often a source's likeliest continuation was right, relative to its shares; by `Found.kind`."""
+    """How often a source's most likely continuation was right, relative to its shares; by `SourceProposal.kind`."""
 
     FADE = 0.995
 
     def __init__(self) -> None:
         self.counts: dict[tuple[object, ...], tuple[float, float]] = {}
-        """Number of times it was right, and the sum of its shares; both fade with every test."""
+        """Number of times it was right, and the sum of its shares, with exponential decay."""
 
-    def learn(self, found: Sequence[Found], token: int) -> None:
-        """Learn that this token followed what these sources proposed."""
-        for one in found:
-            for kind in (one.kind, one.kind[:2]):
+    def learn(self, proposals: Sequence[SourceProposal], token: int) -> None:
+        """Learn that `token` came next when these were proposed."""
+        for proposal in proposals:
+            for kind in (proposal.kind, proposal.kind[:2]):
                 right, promised = self.counts.get(kind, (0.0, 0.0))
-                was_right = one.proposal.tokens[0] == token
-                self.counts[kind] = self.FADE * right + was_right, self.FADE * promised + one.proposal.shares[0]
+                was_right = proposal.proposal.tokens[0] == token
+                self.counts[kind] = self.FADE * right + was_right, self.FADE * promised + proposal.proposal.shares[0]
 
-    def of(self, one: Found) -> float:
-        """Near 1 where the shares are right.  A new kind starts from the source's others of its length, a new length
-        from its square."""
-        trust = one.length**2 / (one.length**2 + 8)
-        for kind in (one.kind[:2], one.kind):
+    def of(self, proposal: SourceProposal) -> float:
+        """Near 1 if the shares are right.  A new kind starts from the same source and length, a new length from its
+        square."""
+        trust = proposal.length**2 / (proposal.length**2 + 8)
+        for kind in (proposal.kind[:2], proposal.kind):
             right, promised = self.counts.get(kind, (0.0, 0.0))
             trust = (right + trust) / (promised + 1)
         return trust
 
 
-def merged(found: Sequence[Found], nodes: int, trust: Trust | None = None) -> Proposal:
-    """One tree of at most `nodes` nodes from several sources, best first; shares are averaged by trust to the fourth
-    power.
+def merge_proposals(proposals: Sequence[SourceProposal], nodes: int, trust: Trust | None = None) -> Proposal:
+    """One tree of at most `nodes` nodes from several sources, best first.  Shares are averaged, weighted by trust to
+    the fourth power.
 
-    So the most trusted source nearly decides alone.  On texts of the demo the first power gives 2.31 tokens per step,
+    So the most trusted source nearly decides alone.  On the demo's texts the first power gives 2.31 tokens per step,
     the fourth 2.46, the tenth 2.42.
     """
-    found = [one for one in found if one.proposal.tokens]
-    if len(found) < 2:
-        return found[0].proposal.first(nodes) if found else NOTHING
-    weights = [(trust or Trust()).of(one) ** 4 for one in found]
+    proposals = [each for each in proposals if each.proposal.tokens]
+    if len(proposals) < 2:
+        return proposals[0].proposal.first(nodes) if proposals else NOTHING
+    weights = [(trust or Trust()).of(each) ** 4 for each in proposals]
     shares: dict[tuple[int, ...], float] = {}
-    for weight, one in zip(weights, found, strict=True):
+    for weight, each in zip(weights, proposals, strict=True):
         paths: list[tuple[int, ...]] = []
-        for token, parent, share in zip(*one.proposal, strict=True):
+        for token, parent, share in zip(*each.proposal, strict=True):
             path = (*(paths[parent] if parent >= 0 else ()), token)
             paths.append(path)
             shares[path] = shares.get(path, 0.0) + share * weight / sum(weights)
-    # of equals the shallower first, so that parents come before their children
+    # ties: the shallower first, so that parents come before their children
     chosen = sorted(shares.items(), key=lambda node: (-node[1], len(node[0])))[:nodes]
     at = {path: n for n, (path, _) in enumerate(chosen)}
     return Proposal([path[-1] for path in at], [at.get(path[:-1], -1) for path in at], [share for _, share in chosen])

@@ -1,4 +1,4 @@
-"""Text memories across requests, one per tenant: no text of one tenant shows in another's drafts."""
+"""Memories of text across requests, separate per tenant: no text of one tenant shows in another's drafts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ByTenant(Generic[T]):
     """One memory per tenant, made on first use."""
 
     def __init__(self, make: Callable[[], T], most: int):
-        """most: number of memories; beyond it the least recently used is removed."""
+        """most: number of memories; beyond that the least recently used one is removed."""
         self.make, self.most = make, most
         self.memories: OrderedDict[str, T] = OrderedDict()
         self._lock = threading.Lock()

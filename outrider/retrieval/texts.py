@@ -1,4 +1,4 @@
-"""What may follow a text, looked up in its own n-grams, in tries that other texts may share, and in corpora."""
+"""Continuations of a text, looked up in its own n-grams, in shared tries, and in corpora."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from outrider.retrieval import native_trie
 from outrider.retrieval.corpus import corpora
 from outrider.retrieval.corpus.suffix_array import Corpus
 from outrider.retrieval.native_trie import NativeCursor, NativeTrie
-from outrider.retrieval.proposal import NOTHING, Found, Proposal, Trust, merged
+from outrider.retrieval.proposal import NOTHING, Proposal, SourceProposal, Trust, merge_proposals
 from outrider.retrieval.tenants import ByTenant
 from outrider.retrieval.trie import Cursor, Trie
 
 
-class Text(Protocol):
+class TextIndex(Protocol):
     """An index in which the end of one text is looked up."""
 
     def read(self, tokens: list[int]) -> None:
-        """Learn the new tokens of this text, which only grows."""
+        """Learn the new tokens of the text, which only grows."""
 
     def propose(self, tokens: list[int], most: int, drafted: Sequence[int] = ()) -> Proposal:
-        """What may follow this text, which was read, and these tokens after it, which were not; at most `most`
+        """Continuations of the text, which has been read, followed by `drafted`, which has not; at most `most`
         nodes."""
 
 
 class History:
-    """One text by its n-grams: the most recent position after each."""
+    """One text by its n-grams, each with the most recent position after it."""
 
     def __init__(self, shortest: int, longest: int):
-        """Tokens of the shortest and the longest match."""
+        """shortest, longest: tokens of a match."""
         self.shortest, self.longest = shortest, longest
-        self.known = 0
+        self.num_read = 0
         self.follows: dict[tuple[int, ...], int] = {}
 
     def read(self, tokens: list[int]) -> None:
-        """Learn the n-grams that new tokens follow.  Nothing follows the text's own end yet, so it never matches
+        """Learn the n-grams that new tokens follow.  The text's end has no continuation yet, so it never matches
         itself."""
-        for at in range(max(self.known, 1), len(tokens)):
+        for at in range(max(self.num_read, 1), len(tokens)):
             for n in range(self.shortest, min(self.longest, at) + 1):
                 self.follows[tuple(tokens[at - n : at])] = at
-        self.known = len(tokens)
+        self.num_read = len(tokens)
 
     def propose(self, tokens: list[int], most: int, drafted: Sequence[int] = ()) -> Proposal:
         end = [*tokens[-self.longest :], *drafted]
@@ -51,87 +51,85 @@ class History:
         return NOTHING
 
 
-def _ahead(cursor: Cursor | NativeCursor, tokens: Sequence[int], drafted: Sequence[int]) -> Cursor | NativeCursor:
-    """The cursor, which is at the end of these tokens, or one that follows drafted ones and learns nothing."""
+def _cursor_after(
+    cursor: Cursor | NativeCursor, tokens: Sequence[int], drafted: Sequence[int]
+) -> Cursor | NativeCursor:
+    """The cursor, which is at the end of these tokens; with drafted ones, a new one after them that learns nothing."""
     if not drafted:
         return cursor
-    there = cursor.trie.cursor()
-    there.follow([*tokens[-cursor.trie.depth :], *drafted])
-    return there
+    follower = cursor.trie.cursor()
+    follower.follow([*tokens[-cursor.trie.depth :], *drafted])
+    return follower
 
 
-class InTrie:
-    """One text by its position in a trie, its own or a shared one."""
+class TrieIndex:
+    """One text by its position in its own or a shared trie."""
 
     def __init__(
         self, cursor: Cursor | NativeCursor, tree: Literal["chain", "recency", "frequency"], levels: int, shortest: int
     ):
-        """tree: one continuation, or a tree of them in this order.  shortest: tokens of the shortest match that is
-        used."""
+        """tree: one continuation, or a tree in this order.  shortest: tokens of the shortest match used."""
         self.cursor, self.tree, self.levels, self.shortest = cursor, tree, levels, shortest
-        self.known = 0
+        self.num_read = 0
 
     def read(self, tokens: list[int]) -> None:
-        if len(tokens) > self.known:
-            self.cursor.append(tokens[self.known :])
-            self.known = len(tokens)
+        if len(tokens) > self.num_read:
+            self.cursor.append(tokens[self.num_read :])
+            self.num_read = len(tokens)
 
     def propose(self, tokens: list[int], most: int, drafted: Sequence[int] = ()) -> Proposal:
-        cursor = _ahead(self.cursor, tokens, drafted)
+        cursor = _cursor_after(self.cursor, tokens, drafted)
         if self.tree == "chain":
             return Proposal.chain(cursor.chain(most, self.shortest))
         return cursor.tree(self.tree, most, self.levels, self.shortest)
 
 
-class InSources:
-    """One text by its positions in several tries, its own and a shared one, and in corpora: the best of all
-    proposals."""
+class SourcesIndex:
+    """One text by its positions in several tries and in corpora; proposes the best nodes of all."""
 
     def __init__(
         self, cursors: Mapping[str, Cursor | NativeCursor], sources: Sequence[Corpus], trust: Trust, levels: int,
-        shortest: int,
-        factor: float, min_share: float,
+        shortest: int, factor: float, min_share: float,
     ):  # fmt: skip
-        """factor: nodes proposed for every token that matches.  least: continuations that are less likely are not
-        proposed."""
+        """factor: nodes proposed per matching token.  min_share: less likely continuations are not proposed."""
         self.cursors, self.sources, self.trust = cursors, sources, trust
         self.levels, self.shortest, self.factor, self.min_share = levels, shortest, factor, min_share
-        self.known = 0
-        self.found: list[Found] = []
-        """What was found for the text in the last step."""
+        self.num_read = 0
+        self.last_proposals: list[SourceProposal] = []
+        """The sources' proposals of the last step."""
 
     def read(self, tokens: list[int]) -> None:
-        if len(tokens) > self.known:
-            self.trust.learn(self.found, tokens[self.known])
-            self.found = []
+        if len(tokens) > self.num_read:
+            self.trust.learn(self.last_proposals, tokens[self.num_read])
+            self.last_proposals = []
             for cursor in self.cursors.values():
-                cursor.append(tokens[self.known :])
-            self.known = len(tokens)
+                cursor.append(tokens[self.num_read :])
+            self.num_read = len(tokens)
 
     def propose(self, tokens: list[int], most: int, drafted: Sequence[int] = ()) -> Proposal:
-        """The best nodes of all sources; a longer match gives more."""
+        """The best nodes of all sources; more for a longer match."""
         if most <= 0:
             return NOTHING
-        cursors = {name: _ahead(cursor, tokens, drafted) for name, cursor in self.cursors.items()}
-        found = [
-            Found(name, cursor.followed, cursor.tree("frequency", most, self.levels, self.shortest))
+        cursors = {name: _cursor_after(cursor, tokens, drafted) for name, cursor in self.cursors.items()}
+        proposals = [
+            SourceProposal(name, cursor.followed, cursor.tree("frequency", most, self.levels, self.shortest))
             for name, cursor in cursors.items()
         ]
-        end = [*tokens, *drafted] if drafted else tokens
-        found += [corpora.looked_up(corpus, end, most, self.levels, self.shortest) for corpus in self.sources]
-        found = [one for one in found if one.proposal.tokens]
-        if not drafted:  # else the next token tells nothing of what was found
-            self.found = found
-        longest = max((one.length for one in found), default=0)
-        best = merged(found, min(most, int(self.factor * longest)), self.trust)
+        text = [*tokens, *drafted] if drafted else tokens
+        proposals += [corpora.look_up(corpus, text, most, self.levels, self.shortest) for corpus in self.sources]
+        proposals = [source for source in proposals if source.proposal.tokens]
+        if not drafted:  # else the next token says nothing about these proposals
+            self.last_proposals = proposals
+        longest = max((source.length for source in proposals), default=0)
+        best = merge_proposals(proposals, min(most, int(self.factor * longest)), self.trust)
         return best.first(sum(share >= self.min_share for share in best.shares))
 
 
 class Tries:
-    """Tries for texts: a new one for each text, or one for all requests or for a tenant's."""
+    """Tries for texts: a new one per text, or a shared one per tenant or for all requests."""
 
     def __init__(self, longest: int, capacity: int, tenants: int, shared: Literal[False, "tenant", "all"]):
-        """longest: tokens of the longest match.  capacity: n-grams in one trie.  tenants: most tenants with a trie."""
+        """longest: tokens of the longest match.  capacity: n-grams per trie.  tenants: most tenants with a trie."""
         self.longest, self.capacity, self.shared = longest, capacity, shared
         self.by_tenant = ByTenant(self.new, tenants)
 
@@ -140,5 +138,5 @@ class Tries:
         return native_trie.fastest(self.longest + 1, self.capacity)
 
     def of(self, tenant: str) -> Trie | NativeTrie:
-        """The trie for a text of this tenant: the shared one, or else a new one."""
+        """The trie for a text of this tenant: the shared one, else a new one."""
         return self.by_tenant.of(tenant if self.shared == "tenant" else "") if self.shared else self.new()

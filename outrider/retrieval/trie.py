@@ -1,13 +1,13 @@
-"""Every n-gram of the texts so far, by its tokens: how often and when it occurred, and what followed it.
+"""A trie of all n-grams of the texts so far: how often and when each occurred, and what followed it.
 
-A text's position is its longest end that the trie has, its longest match; all shorter matches are ends of that.  A
-token costs as many steps as windows are long, however much is stored.  A text's own end has no continuation yet, so it
-never matches itself.
+A text's position is its longest match, the longest suffix that is in the trie; all shorter matches are suffixes of it.
+A token costs as many steps as the trie is deep, however much is stored.  The end of a text has no continuation yet, so
+it never matches itself.
 
-After the n-gram trie of SGLang (pull request 21243).  What differs: all match lengths are in one queue ordered by
+After the n-gram trie of SGLang (pull request 21243).  Differences: all match lengths are in one queue ordered by
 probability, and a missing match is found as soon as the trie has grown.
 
-This is the reference in Python; `native_trie` does the same in C++, with suffix links, and equals it node for node.
+This is the Python reference; `native_trie` is the same in C++ with suffix links, equal node for node.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Literal
 from outrider.retrieval.proposal import Proposal
 
 BREADTH = 8
-"""Continuations of one n-gram that a proposal considers, the most recent; more do not help in trees of 16 nodes."""
+"""Most continuations of an n-gram in a proposal, the most recent ones; more do not help in trees of 16 nodes."""
 
 
 class Node:
@@ -37,37 +37,37 @@ class Node:
         self.children: dict[int, Node] = {}
         """By token, the most recent last."""
         self.count = self.updated = 0
-        """How often it occurred, and the trie's clock at the last time."""
+        """Number of occurrences, and the trie's clock at the last one."""
 
     def latest(self) -> list[Node]:
-        """The continuations of a node, the most recent first."""
+        """The continuations, the most recent first."""
         return list(itertools.islice(reversed(self.children.values()), BREADTH))
 
 
 class Trie:
-    """Windows of at most `depth` tokens, in at most `capacity` nodes; beyond it the least recently updated leaves are
+    """N-grams of at most `depth` tokens in at most `capacity` nodes; beyond that the least recently updated leaves are
     removed."""
 
     def __init__(self, depth: int, capacity: int):
         assert depth >= 2 and capacity >= 2 * depth, f"a trie of depth {depth} needs more than {capacity} nodes"
         self.depth, self.capacity = depth, capacity
         self.lock = threading.Lock()
-        """Held by a cursor while it reads or learns, since texts of several threads may share one trie."""
+        """Held by cursors while they read or learn, since texts in several threads may share a trie."""
         self.clear()
 
     def __len__(self) -> int:
-        """Nodes in use."""
+        """Number of nodes."""
         return len(self.nodes) - 1
 
     def clear(self) -> None:
-        """Forget all texts.  Cursors stay valid and match nothing until more is read."""
+        """Forget all texts.  Cursors stay valid, and match nothing until more is read."""
         self.nodes: OrderedDict[tuple[int, ...], Node] = OrderedDict({(): Node(())})
-        """By n-gram, the most recent last; the empty one, the root, is never removed."""
+        """By n-gram, the most recent last; the empty n-gram, the root, is never removed."""
         self.clock = 0
 
     @property
     def size_bytes(self) -> int:
-        """Memory in use, estimated from a node and its table of children."""
+        """Memory in use, estimated from the size of a node and its table of children."""
         return len(self) * (sys.getsizeof(self.nodes[()]) + sys.getsizeof({0: None}))
 
     def cursor(self) -> Cursor:
@@ -75,7 +75,7 @@ class Trie:
         return Cursor(self)
 
     def _count_up(self, gram: tuple[int, ...]) -> None:
-        """Count this n-gram, which is added if needed and becomes the most recent."""
+        """Count this n-gram: add it if needed and make it the most recent."""
         node = self.nodes.setdefault(gram, Node(gram))
         self.nodes.move_to_end(gram)
         siblings = self.nodes[gram[:-1]].children
@@ -85,11 +85,11 @@ class Trie:
         node.count, node.updated = node.count + 1, self.clock
 
     def _make_room(self) -> None:
-        """Remove leaves until the windows that end in one more token have room.
+        """Remove leaves until there is room for the n-grams that end in one more token.
 
-        An n-gram is updated after every longer one that it ends, so its own leaf is never older than theirs: every end
-        of a node is in the trie.  Only ancestors of a leaf, or of the end of an open text, are older than the oldest
-        leaf.
+        An n-gram is updated after every longer one of which it is a suffix, so it is never older than these: every
+        suffix of a node stays in the trie.  Only ancestors of a leaf, or of the end of an open text, are older than the
+        oldest leaf.
         """
         while len(self) + self.depth > self.capacity:
             oldest = next(gram for gram, node in self.nodes.items() if not node.children)
@@ -105,19 +105,19 @@ class Cursor:
 
     @property
     def match(self) -> int:
-        """Tokens of the text's end that are in the trie, at most `depth`."""
+        """Length of the longest match, at most `depth`."""
         with self.trie.lock:
             return len(self._longest())
 
     @property
     def followed(self) -> int:
-        """Tokens of the longest match with a continuation; 0 for no match."""
+        """Length of the longest match with a continuation; 0 for no match."""
         with self.trie.lock:
             node = self._followed(self._longest(), 1)
         return 0 if node is None else len(node.gram)
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Read these tokens and learn every window that ends in them."""
+        """Read these tokens, and learn every n-gram that ends in them."""
         with self.trie.lock:
             for token in tokens:
                 self.trie._make_room()
@@ -127,7 +127,7 @@ class Cursor:
                 self.recent.append(token)
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Read these tokens and learn nothing."""
+        """Read these tokens without learning."""
         self.recent.extend(tokens)
 
     def chain(self, most: int, shortest: int = 1) -> list[int]:
@@ -144,31 +144,30 @@ class Cursor:
     def tree(self, order: Literal["recency", "frequency"], budget: int, levels: int, shortest: int = 1) -> Proposal:
         """A tree of at most `budget` nodes and `levels` levels from all matches of at least `shortest` tokens.
 
-        frequency: the likeliest paths.  A token's share is its count / (the match's count + 1); the rest goes to the
+        frequency: the most likely paths.  A token's share is its count / (the match's count + 1); the rest goes to the
         next shorter match, and so on (the escape of PPM, method A, Cleary and Witten 1984).
-        recency: what followed most recently, the longest match first and each match level by level.  The longest offers
-        one token per node, the shortest `BREADTH`, and every level one fewer than the level above.
+        recency: the most recent continuations, the longest match first, and each match level by level.  The longest
+        match offers one token per node, the shortest `BREADTH`, and every level one fewer than the level above.
         """
-        found: dict[tuple[int, int], int] = {}
+        nodes: dict[tuple[int, int], int] = {}
         grow = self._by_frequency if order == "frequency" else self._by_recency
         with self.trie.lock:
-            shares = grow(found, budget, levels, shortest)
-        return Proposal([token for _, token in found], [parent for parent, _ in found], shares)
+            shares = grow(nodes, budget, levels, shortest)
+        return Proposal([token for _, token in nodes], [parent for parent, _ in nodes], shares)
 
-    def _by_frequency(self, found: dict[tuple[int, int], int], budget: int, levels: int, shortest: int) -> list[float]:
-        """Fill `found`, (parent, token) to a node's number; returns the nodes' shares."""
+    def _by_frequency(self, nodes: dict[tuple[int, int], int], budget: int, levels: int, shortest: int) -> list[float]:
+        """Fill `nodes`, (parent, token) to a node's number; returns the nodes' shares."""
         candidates: list[tuple[float, float, int, Node, int, int]] = []
         numbers, shares = itertools.count(), list[float]()
 
         def push(node: Node | None, weight: float, updated: float, at: int, level: int) -> None:
-            """The likeliest is popped first, of equals the most recent, then the first pushed."""
+            """The most likely is popped first; ties go to the most recent, then to the first pushed."""
             if node is not None:
                 heapq.heappush(candidates, (-weight, -updated, next(numbers), node, at, level))
 
-        # a match comes before all nodes of its weight: its continuations are no likelier, and are pushed when it is
-        # popped
+        # a match is popped before all nodes of its weight and then pushes its continuations, which are no more likely
         push(self._followed(self._longest(), shortest), 1.0, math.inf, -1, 0)
-        while candidates and len(found) < budget:
+        while candidates and len(nodes) < budget:
             weight, updated, _, node, at, level = heapq.heappop(candidates)
             if updated == -math.inf:
                 total = left = node.count + 1
@@ -176,14 +175,14 @@ class Cursor:
                     left -= child.count
                     push(child, -weight * (child.count / total), child.updated, at, level)
                 push(self._followed(node.gram[1:], shortest), -weight * (left / total), math.inf, at, level)
-            elif (at, node.gram[-1]) not in found:
+            elif (at, node.gram[-1]) not in nodes:
                 shares.append(-weight)
-                n = found[at, node.gram[-1]] = len(found)
+                n = nodes[at, node.gram[-1]] = len(nodes)
                 if level + 1 < levels:
                     push(self._followed(node.gram, shortest), -weight, math.inf, n, level + 1)
         return shares
 
-    def _by_recency(self, found: dict[tuple[int, int], int], budget: int, levels: int, shortest: int) -> list[float]:
+    def _by_recency(self, nodes: dict[tuple[int, int], int], budget: int, levels: int, shortest: int) -> list[float]:
         """As `_by_frequency`; without shares."""
         longest, match = self.trie.depth - 1, self._followed(self._longest(), shortest)
         while match is not None:
@@ -193,9 +192,9 @@ class Cursor:
                 below: list[tuple[Node, int]] = []
                 for node, at in level:
                     for child in node.latest()[: max(breadth - number, 1)]:
-                        if len(found) >= budget:
+                        if len(nodes) >= budget:
                             return []
-                        n = found.setdefault((at, child.gram[-1]), len(found))
+                        n = nodes.setdefault((at, child.gram[-1]), len(nodes))
                         if following := self._followed(child.gram, shortest):
                             below.append((following, n))
                 level = below
@@ -203,7 +202,7 @@ class Cursor:
         return []
 
     def _followed(self, gram: tuple[int, ...], shortest: int) -> Node | None:
-        """The longest end of this n-gram, itself included, that has a continuation."""
+        """The longest suffix of this n-gram, itself included, that has a continuation."""
         ends = (self.trie.nodes[gram[begin:]] for begin in range(len(gram) - shortest + 1))
         return next((node for node in ends if node.children), None)
 

@@ -103,7 +103,7 @@ def test_names_are_refused_before_anything_is_computed_and_taken_by_generate():
     with pytest.raises(ConfigError, match="unknown policy 'zz'; known: "):
         named.policy("zz", DRAFTER)
     for gone in ("adaptive", "by_load", "by_confidence"):
-        with pytest.raises(ConfigError, match="so write auto"):
+        with pytest.raises(ConfigError, match="was removed; use auto"):
             named.policy(gone, DRAFTER)
     (plain,) = generate(TABLE, [1], max_new_tokens=30)
     oracle = Oracle([[1, *plain.tokens]], 6)

@@ -24,7 +24,7 @@ from outrider.retrieval.corpus import files as corpus_files
 from outrider.retrieval.corpus.build import build
 from outrider.retrieval.corpus.files import verify
 from outrider.retrieval.corpus.suffix_array import LONGEST, NOTHING, SAMPLE, Corpus, Match
-from outrider.retrieval.proposal import Found, Proposal, merged
+from outrider.retrieval.proposal import Proposal, SourceProposal, merge_proposals
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 3), max_size=24), min_size=1, max_size=6)
 CONTEXTS = st.lists(st.lists(st.integers(-1, 4), max_size=10), min_size=1, max_size=12)
@@ -145,9 +145,9 @@ def test_a_tree_counts_what_follows(place, documents, contexts, nodes, depth):
 
 def test_a_merge_is_the_best_tree_over_all_sources() -> None:
     """Catches siblings that are not joined, a parent behind its child, a weak source before a strong one."""
-    strong = Found("strong", 8, Proposal([1, 2, 3], [-1, 0, 1], [1.0, 1.0, 0.5]))
-    weak = Found("weak", 2, Proposal([1, 9, 5], [-1, 0, -1], [0.8, 0.7, 0.2]))
-    tree = merged([weak, strong], 5)
+    strong = SourceProposal("strong", 8, Proposal([1, 2, 3], [-1, 0, 1], [1.0, 1.0, 0.5]))
+    weak = SourceProposal("weak", 2, Proposal([1, 9, 5], [-1, 0, -1], [0.8, 0.7, 0.2]))
+    tree = merge_proposals([weak, strong], 5)
     # by 64 / 72 and 4 / 12, 8 to 3, and so (8 / 3) ** 4 to 1
     weak_share = 1 / (1 + (8 / 3) ** 4)
     assert tree[:2] == ([1, 2, 3, 9, 5], [-1, 0, 1, 0, -1])
@@ -155,11 +155,14 @@ def test_a_merge_is_the_best_tree_over_all_sources() -> None:
         [1 - 0.2 * weak_share, 1 - weak_share, (1 - weak_share) / 2, 0.7 * weak_share, 0.2 * weak_share]
     )
     for nodes in range(5):
-        assert merged([strong, weak], nodes) == tree.first(nodes)
-    assert merged([strong], 2) == strong.proposal.first(2)
+        assert merge_proposals([strong, weak], nodes) == tree.first(nodes)
+    assert merge_proposals([strong], 2) == strong.proposal.first(2)
     certain = Proposal([4, 5], [-1, 0], [0.5, 0.5])  # a child as likely as its parent
-    assert merged([Found("one", 3, certain), Found("other", 3, certain)], 1)[:2] == ([4], [-1])
-    assert merged([], 8) == Proposal([], [], [])
+    assert merge_proposals([SourceProposal("one", 3, certain), SourceProposal("other", 3, certain)], 1)[:2] == (
+        [4],
+        [-1],
+    )
+    assert merge_proposals([], 8) == Proposal([], [], [])
 
 
 @pytest.fixture

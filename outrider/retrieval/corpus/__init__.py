@@ -1,1 +1,1 @@
-"""Texts on disk to draft from: built once, sorted by suffix, mapped into memory."""
+"""Corpora of text on disk to draft from: built once, sorted by suffix, memory-mapped."""

@@ -1,4 +1,4 @@
-"""Build a corpus: write its documents, and sort every position that a token follows by the tokens before it."""
+"""Build a corpus: write its documents, and sort all positions by the tokens before them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import numpy as np
 
 from outrider.errors import DataError
 from outrider.retrieval.corpus import files as corpus_files
-from outrider.retrieval.corpus.files import described, write_header
+from outrider.retrieval.corpus.files import file_entry, write_header
 from outrider.retrieval.corpus.suffix_array import Corpus
 from outrider.storage.atomic import sync
 from outrider.storage.lock import held
 
 FILES = ("tokens.bin", "suffixes.bin")
 PIECE = 1 << 22
-"""Sorted ends that are processed together."""
+"""Sorted positions processed together."""
 
 
 def build(
@@ -37,10 +37,10 @@ def build(
 ) -> Corpus:
     """Build a corpus of `documents` (token ids below `vocabulary`) at `folder`, replacing one that is there.
 
-    sources: names and sizes in bytes of the source files, read when the documents are.  on_stage is called with
-    (`sort`, tokens) and (`write`, tokens).  Needs about 10 bytes of memory per token with a vocabulary up to 2**16,
-    else 15. The old corpus is unchanged until the new one is complete and on disk.
-    Raises DataError for documents without text, for an invalid id, and for a full disk.
+    sources: names and sizes in bytes of the source files, consumed after the documents.  on_stage is called with
+    (`sort`, tokens) and (`write`, tokens).  Needs about 10 bytes of memory per token for vocabularies up to 2**16, else
+    15.  The old corpus is unchanged until the new one is complete and on disk.
+    Raises DataError if no document has text, for an invalid id, and for a full disk.
     """
     divsufsort = _sorter()
     with _part_folder(folder) as part:
@@ -65,7 +65,7 @@ def build(
                 "tokenizer_hash": tokenizer_hash, "vocabulary": vocabulary, "separator": vocabulary, **counts,
                 "token_bytes": token_bytes, "order_bytes": order_bytes,
                 "sources": _write_sources(part / "sources.jsonl", sources),
-                "block_bytes": corpus_files.BLOCK, "files": {name: described(part / name) for name in FILES},
+                "block_bytes": corpus_files.BLOCK, "files": {name: file_entry(part / name) for name in FILES},
             }  # fmt: skip
             for path in part.iterdir():
                 sync(path)
@@ -73,8 +73,7 @@ def build(
         except OSError as error:
             raise DataError(
                 f"can't write corpus {folder.name!r} into {folder.parent}: {error.strerror or error}; nothing was "
-                f"changed; "
-                "free some space and add it again"
+                "changed; free some space and add it again"
             ) from error
         _swap(part, folder)
     return Corpus.open(folder)
@@ -91,9 +90,9 @@ def _sorter() -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _write_tokens(path: Path, documents: Iterable[Sequence[int]], vocabulary: int, token_bytes: int) -> dict[str, int]:
-    """Write documents between separators; returns the numbers of documents, tokens, and positions that a token
-    follows."""
-    found = {"documents": 0, "tokens": 0, "positions": 0}
+    """Write documents between separators; returns the numbers of documents, tokens, and positions followed by a
+    token."""
+    counts = {"documents": 0, "tokens": 0, "positions": 0}
     separator = np.array([vocabulary], dtype=f"<u{token_bytes}").tobytes()
     with path.open("wb") as file:
         file.write(separator)
@@ -107,21 +106,21 @@ def _write_tokens(path: Path, documents: Iterable[Sequence[int]], vocabulary: in
                     f"token id {wrong} is outside the vocabulary of {vocabulary}; use the target's own tokenizer"
                 )
             file.write(ids.astype(f"<u{token_bytes}").tobytes() + separator)
-            found["documents"] += 1
-            found["tokens"] += len(ids)
-            found["positions"] += len(ids) - 1
-    return found
+            counts["documents"] += 1
+            counts["tokens"] += len(ids)
+            counts["positions"] += len(ids) - 1
+    return counts
 
 
 def _letters(tokens: np.ndarray, separator: int) -> np.ndarray:
-    """The text backwards, as bytes with the high byte first: so sorted bytes are sorted tokens."""
+    """The reversed text as big-endian bytes, so that sorting bytes sorts tokens."""
     # nothing follows the last separator
     letters = tokens[-2::-1].astype(">u4").view(np.uint8).reshape(-1, 4)[:, 4 - _width(separator) :]
     return np.ascontiguousarray(letters).reshape(-1)
 
 
 def _ends(order: np.ndarray, tokens: np.ndarray, separator: int) -> Iterator[np.ndarray]:
-    """Ends with a token on both sides, in the order of the sorted bytes; in pieces."""
+    """Positions with a token on both sides, in the order of the sorted bytes, in pieces."""
     width = _width(separator)
     for at in range(0, len(order), PIECE):
         starts = order[at : at + PIECE]
@@ -143,9 +142,9 @@ def _write_sources(path: Path, sources: Iterable[tuple[str, int]]) -> dict[str, 
 
 @contextmanager
 def _part_folder(folder: Path) -> Iterator[Path]:
-    """A new folder next to `folder`, removed at the end if it is still there.  Leftovers of killed builds are removed.
+    """A new folder next to `folder`, removed at the end if it still exists.  Leftovers of killed builds are removed.
 
-    A build holds a lock on its own folder, which ends with its process: a folder that can be locked is a leftover.
+    A build holds a lock on its folder, which ends with its process: a folder that can be locked is a leftover.
     """
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     for left in folder.parent.glob(f".{folder.name}.*.part"):
@@ -166,7 +165,7 @@ def _swap(part: Path, folder: Path) -> None:
     if not folder.exists():
         part.rename(folder)
     elif not _exchanged(part, folder):
-        # this file system can't exchange two names at once: for a moment there is no corpus of this name
+        # this file system can't exchange names atomically: for a moment there is no corpus of this name
         old = part.with_name(f"{part.name}.old")
         folder.rename(old)
         try:
@@ -183,5 +182,5 @@ def _exchanged(one: Path, other: Path) -> bool:
         rename = ctypes.CDLL(None).renameat2
     except AttributeError:
         return False
-    here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
-    return rename(here, os.fsencode(one.absolute()), here, os.fsencode(other.absolute()), exchange) == 0
+    at_cwd, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+    return rename(at_cwd, os.fsencode(one.absolute()), at_cwd, os.fsencode(other.absolute()), exchange) == 0

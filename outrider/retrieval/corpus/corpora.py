@@ -1,4 +1,4 @@
-"""Corpora by name in one folder: listing them, and what they propose together."""
+"""Corpora by name in one folder: listing, opening, removing and searching them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 from outrider.errors import ConfigError, DataError
 from outrider.retrieval.corpus.files import read_header, write_header
 from outrider.retrieval.corpus.suffix_array import Corpus
-from outrider.retrieval.proposal import Found, Proposal, merged
+from outrider.retrieval.proposal import SourceProposal
 
 HASHES = "texts.grams"
 
 
 def home() -> Path:
-    """The folder of all corpora: $OUTRIDER_CORPORA, or one in the user's data folder."""
-    given = os.environ.get("OUTRIDER_CORPORA")
+    """The folder of all corpora: $OUTRIDER_CORPORA, else one in the user's data folder."""
+    folder = os.environ.get("OUTRIDER_CORPORA")
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(given).expanduser() if given else Path(data) / "outrider" / "corpora"
+    return Path(folder).expanduser() if folder else Path(data) / "outrider" / "corpora"
 
 
 def folder_of(name: str, folder: Path | None = None) -> Path:
@@ -35,17 +35,17 @@ def folder_of(name: str, folder: Path | None = None) -> Path:
 
 
 def names(folder: Path | None = None) -> list[str]:
-    """Names of the existing corpora, sorted, damaged ones too."""
+    """Names of all corpora, including damaged ones, sorted."""
     folder = folder or home()
     return sorted(path.parent.name for path in folder.glob("[!.]*/corpus.json")) if folder.is_dir() else []
 
 
 def find(name: str, folder: Path | None = None) -> Path:
-    """The folder of an existing corpus.  Raises DataError where there is none of this name."""
+    """The folder of an existing corpus.  Raises DataError if there is none of this name."""
     path = folder_of(name, folder)
     if not (path / "corpus.json").exists():
-        there = ", ".join(names(folder)) or "none yet; make one with `outrider corpus add NAME FILES`"
-        raise DataError(f"there is no corpus {name!r} in {folder or home()}; there are: {there}")
+        existing = ", ".join(names(folder)) or "none yet; make one with `outrider corpus add NAME FILES`"
+        raise DataError(f"there is no corpus {name!r} in {folder or home()}; there are: {existing}")
     return path
 
 
@@ -55,29 +55,29 @@ def load(chosen: Sequence[str], tokenizer_hash: str | None = None, folder: Path 
 
 
 def remove(name: str, folder: Path | None = None) -> int:
-    """Delete a corpus; returns its bytes.  Processes that have it open can use it until they close it."""
+    """Delete a corpus; returns its size in bytes.  Processes that have it open can still use it."""
     path = find(name, folder)
     size_bytes = size_of(path)
-    gone = path.with_name(f".{name}.{os.getpid()}.part")
-    path.rename(gone)
-    shutil.rmtree(gone)
+    discarded = path.with_name(f".{name}.{os.getpid()}.part")
+    path.rename(discarded)
+    shutil.rmtree(discarded)
     return size_bytes
 
 
 def size_of(path: Path) -> int:
-    """Bytes of all its files."""
+    """Total bytes of the files in a folder."""
     return sum(file.stat().st_size for file in path.iterdir())
 
 
 def sources(path: Path) -> list[tuple[str, int]]:
-    """Names and bytes of the files that a corpus was made of."""
+    """Names and sizes of the files that a corpus was built from."""
     read_header(path)
     rows = [json.loads(line) for line in (path / "sources.jsonl").read_text().splitlines()]
     return [(row["name"], row["size_bytes"]) for row in rows]
 
 
 def keep_hashes(path: Path, save: Callable[[Path], Mapping[str, Any]]) -> None:
-    """Store hashes of a corpus's texts next to it and name them in its header, so that its content can be checked.
+    """Store hashes of a corpus's texts in its folder and name them in its header, to check for contamination.
 
     save: writes the file and returns its entry in a manifest, as `data.overlap.hash_files.Collector.save` does.
     """
@@ -85,13 +85,7 @@ def keep_hashes(path: Path, save: Callable[[Path], Mapping[str, Any]]) -> None:
     write_header(path, header | {"ngram_hashes": dict(save(path / HASHES))})
 
 
-def proposed(corpora: Sequence[Corpus], context: Sequence[int], nodes: int, depth: int, min_match: int = 1) -> Proposal:
-    """What follows a context in these corpora, at most `nodes` tokens; empty where fewer than `min_match` tokens
-    match."""
-    return merged([looked_up(corpus, context, nodes, depth, min_match) for corpus in corpora], nodes)
-
-
-def looked_up(corpus: Corpus, context: Sequence[int], nodes: int, depth: int, min_match: int = 1) -> Found:
-    """What follows a context in one corpus."""
+def look_up(corpus: Corpus, context: Sequence[int], nodes: int, depth: int, min_match: int = 1) -> SourceProposal:
+    """The continuations of a context in one corpus."""
     match = corpus.longest(context, min_match)
-    return Found(corpus.name, match.length, corpus.continuations(match, nodes, depth))
+    return SourceProposal(corpus.name, match.length, corpus.continuations(match, nodes, depth))

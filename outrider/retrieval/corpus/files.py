@@ -1,8 +1,8 @@
-"""A corpus on disk: a header with its own checksum (the seal), and files with checksums.
+"""A corpus on disk: files with checksums, and a header with its own checksum (the seal).
 
 A corpus is a folder: `tokens.bin` (uint16 or uint32, documents between separators), `suffixes.bin` (int32 or int64, the
-sorted ends), `sources.jsonl` (files and sizes) and `corpus.json` (all else, with checksums).  All numbers are little
-endian.
+sorted positions), `sources.jsonl` (files and sizes) and `corpus.json` (everything else, with checksums).  All numbers
+are little endian.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ BLOCK = 1 << 22
 
 
 def read_header(folder: Path) -> dict[str, Any]:
-    """corpus.json, checked against its seal.  Raises DataError where it is missing, damaged or of another format."""
+    """corpus.json, checked against its seal.  Raises DataError if it is missing, damaged or of another format."""
     path = folder / "corpus.json"
     try:
         header = json.loads(path.read_bytes())
         seal = header.pop("seal")
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"there is no corpus in {folder}; `outrider corpus list` names the corpora") from None
+        raise DataError(f"there is no corpus in {folder}; `outrider corpus list` lists the corpora") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise DataError(f"{path} is damaged; build the corpus again") from None
     if header.get("format") != FORMAT:
@@ -42,25 +42,24 @@ def read_header(folder: Path) -> dict[str, Any]:
 
 
 def checked_header(folder: Path) -> dict[str, Any]:
-    """The header of a corpus.  Raises DataError where a file's size or time differs from that of the build."""
+    """The header of a corpus.  Raises DataError if a file's size or time differs from its build."""
     header = read_header(folder)
-    for name, wanted in header["files"].items():
-        there = _stat(folder / name)
-        if there.st_size != wanted["size_bytes"]:
+    for name, expected in header["files"].items():
+        stat = _stat(folder / name)
+        if stat.st_size != expected["size_bytes"]:
             raise DataError(
-                f"{folder / name} must have {wanted['size_bytes']} bytes, got {there.st_size}; build the corpus again"
+                f"{folder / name} must have {expected['size_bytes']} bytes, got {stat.st_size}; build the corpus again"
             )
-        if there.st_mtime_ns != wanted["mtime_ns"]:
+        if stat.st_mtime_ns != expected["mtime_ns"]:
             raise DataError(
                 f"{folder / name} was written or copied after its build; run `outrider corpus verify "
-                f"{header['name']}`, "
-                "which accepts it where the checksums match"
+                f"{header['name']}`, which accepts it if the checksums match"
             )
     return header
 
 
 def write_header(folder: Path, header: dict[str, Any]) -> None:
-    """Write corpus.json with its seal, whole or not at all."""
+    """Write corpus.json with its seal, atomically."""
     with replacing(folder / "corpus.json") as part:
         part.write_text(json.dumps(header | {"seal": _seal(header)}))
 
@@ -79,26 +78,25 @@ def _stat(path: Path) -> os.stat_result:
 def verify(folder: Path, on_bytes: Callable[[int], object] = lambda done: None) -> int:
     """Read a whole corpus and compare it with its checksums; returns the bytes read.
 
-    Files that are as they were built, but were copied or touched, are taken as they are from then on.
-    Raises DataError that names the first block that is not.
+    Files with the right content that were copied or touched are accepted from then on.
+    Raises DataError naming the first damaged block.
     """
     header, done, is_touched = read_header(folder), 0, False
-    for name, wanted in header["files"].items():
+    for name, expected in header["files"].items():
         path = folder / name
-        there = _stat(path)
+        stat = _stat(path)
         with path.open("rb") as file:
-            for number, right in enumerate([*wanted["blocks"], None]):
+            for number, checksum in enumerate([*expected["blocks"], None]):
                 block = file.read(BLOCK)
-                if (_checksum(block) if block else None) != right:
+                if (_checksum(block) if block else None) != checksum:
                     raise DataError(
                         f"{path} is damaged: bytes {number * BLOCK} to {number * BLOCK + len(block)} differ from its "
-                        f"build; "
-                        "build the corpus again"
+                        "build; build the corpus again"
                     )
                 done += len(block)
                 on_bytes(done)
-        is_touched |= wanted["mtime_ns"] != there.st_mtime_ns
-        wanted["mtime_ns"] = there.st_mtime_ns
+        is_touched |= expected["mtime_ns"] != stat.st_mtime_ns
+        expected["mtime_ns"] = stat.st_mtime_ns
     if is_touched:
         write_header(folder, header)
     return done
@@ -108,9 +106,9 @@ def _checksum(block: bytes) -> str:
     return hashlib.blake2b(block, digest_size=8).hexdigest()
 
 
-def described(path: Path) -> dict[str, Any]:
+def file_entry(path: Path) -> dict[str, Any]:
     """One file's entry in the header."""
     with path.open("rb") as file:
         blocks = [_checksum(block) for block in iter(lambda: file.read(BLOCK), b"")]
-    there = path.stat()
-    return {"size_bytes": there.st_size, "mtime_ns": there.st_mtime_ns, "blocks": blocks}
+    stat = path.stat()
+    return {"size_bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "blocks": blocks}

@@ -1,10 +1,10 @@
-"""A corpus, searched by the longest suffix of a context: a suffix array over reversed prefixes, mapped into memory.
+"""A corpus searched for the longest suffix of a context: a memory-mapped suffix array over reversed prefixes.
 
-Every position of the text that a token follows is sorted by the tokens before it, read backwards.  One binary search
-finds where a context would be in that order; its neighbours share its longest suffix, and what follows them is the
-proposal.  REST (He et al. 2311.08252) sorts forwards and searches once for every length; SAM-Decoding (Hu et al.
-2411.10666) follows a suffix automaton, which needs several times the memory and can't be mapped.  Nothing is loaded:
-processes that map one corpus share its pages.
+All positions of the text with a token after them are sorted by the tokens before them, read backwards.  One binary
+search finds where a context would be in that order; its neighbours share its longest suffix, and their continuations
+are the proposal.  REST (He et al. 2311.08252) sorts forwards and searches once per length; SAM-Decoding (Hu et al.
+2411.10666) follows a suffix automaton, which needs several times the memory and can't be mapped.  Processes that map
+the same corpus share its pages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from outrider.retrieval.corpus.files import checked_header
 from outrider.retrieval.proposal import Proposal
 
 LONGEST = 64
-"""Most tokens of a context that are compared."""
+"""Most tokens of a context to compare."""
 SAMPLE = 32
 """Most positions whose continuations are read."""
 VERSION = 1
@@ -36,21 +36,21 @@ VERSION = 1
 
 
 class Match(NamedTuple):
-    """Where the longest suffix of a context occurs in a corpus."""
+    """Occurrences of the longest suffix of a context in a corpus."""
 
     length: int
-    """Tokens that match; 0 for no match."""
+    """Length of the match in tokens; 0 for no match."""
     occurrences: int
-    """How often it occurs there with a token after it."""
+    """How often it occurs with a token after it."""
     ends: tuple[int, ...]
-    """Where the continuations begin in the corpus: at most SAMPLE, evenly spread in the sorted order."""
+    """Positions of continuations in the corpus: at most SAMPLE, evenly spaced in the sorted order."""
 
 
 NOTHING = Match(0, 0, ())
 
 
 class Corpus:
-    """One corpus, open for search.  It has no state: every search is independent, from any thread."""
+    """A corpus, open for search.  It is stateless: any thread can search it."""
 
     def __init__(self, folder: Path, header: dict[str, Any]):
         """Use `open`."""
@@ -67,24 +67,24 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: str | Path, tokenizer_hash: str | None = None) -> Corpus:
-        """Map a corpus; reads no data, only checks that sizes and times are those of its build.
+        """Map a corpus without reading it; only checks that sizes and times are those of its build.
 
-        Raises DataError where it is missing, damaged, or made with a tokenizer other than `tokenizer_hash`.
+        Raises DataError if it is missing, damaged, or built with another tokenizer than `tokenizer_hash`.
         """
         folder = Path(folder)
         header = checked_header(folder)
         if tokenizer_hash is not None and header["tokenizer_hash"] not in (None, tokenizer_hash):
             raise DataError(
                 f"corpus {header['name']!r} must have the target's tokenizer {tokenizer_hash}, got "
-                f"{header['tokenizer_hash']}; "
-                f"add it again for this target: outrider corpus add {header['name']} FILES --target TARGET"
+                f"{header['tokenizer_hash']}; add it again for this target: "
+                f"outrider corpus add {header['name']} FILES --target TARGET"
             )
         return cls(folder, header)
 
     def longest(self, context: Sequence[int], min_match: int = 1) -> Match:
         """The longest suffix of `context` in the corpus with a token after it; NOTHING below `min_match` tokens.
 
-        A token outside the vocabulary matches nothing: only what follows the last such token is searched.
+        A token outside the vocabulary matches nothing, so only the context after the last such token is searched.
         """
         window = array("q", context[-LONGEST:])
         if not window:
@@ -92,43 +92,44 @@ class Corpus:
         library = _library()
         if library is None:
             return self._longest_in_python(window, min_match)
-        found = (ctypes.c_int64 * (2 + SAMPLE))()
+        output = (ctypes.c_int64 * (2 + SAMPLE))()
         address, length = window.buffer_info()
-        length = library.outrider_search_longest(self._view, address, length, min_match, SAMPLE, found)
+        length = library.outrider_search_longest(self._view, address, length, min_match, SAMPLE, output)
         if not length:
             return NOTHING
-        _, count, *ends = found
+        _, count, *ends = output
         return Match(length, count, tuple(ends[:count]))
 
     def _longest_in_python(self, window: Sequence[int], min_match: int) -> Match:
-        known = next((n for n, token in enumerate(reversed(window)) if not 0 <= token < self.separator), len(window))
-        backwards = list(reversed(window))[:known]
+        in_vocabulary = next(
+            (n for n, token in enumerate(reversed(window)) if not 0 <= token < self.separator), len(window)
+        )
+        backwards = list(reversed(window))[:in_vocabulary]
         at = bisect.bisect_left(self.order, backwards, key=self._before)
-        near = [self._before(end) for end in self.order[max(0, at - 1) : at + 1]]
-        length = max((sum(accumulate(map(eq, backwards, found), and_)) for found in near), default=0)
+        neighbours = [self._before(end) for end in self.order[max(0, at - 1) : at + 1]]
+        length = max((sum(accumulate(map(eq, backwards, tokens), and_)) for tokens in neighbours), default=0)
         if length < max(min_match, 1):
             return NOTHING
-        # the range of positions whose preceding tokens are the match
+        # the range of positions preceded by the match
         begin, end = (
             side(self.order, backwards[:length], key=lambda end: self._before(end)[:length])
             for side in (bisect.bisect_left, bisect.bisect_right)
         )
-        taken = min(end - begin, SAMPLE)
-        ends = tuple(int(self.order[begin + i * (end - begin) // taken]) for i in range(taken))
+        count = min(end - begin, SAMPLE)
+        ends = tuple(int(self.order[begin + i * (end - begin) // count]) for i in range(count))
         return Match(length, end - begin, ends)
 
     def _before(self, end: Any) -> list[int]:
-        """The tokens before a position, the nearest first; none where it is outside."""
+        """The tokens before a position, the nearest first; none for a position outside."""
         if not 0 <= end <= len(self.tokens):
             return []
         return self.tokens[max(0, int(end) - LONGEST) : int(end)][::-1].tolist()
 
     def continuations(self, match: Match, nodes: int, depth: int) -> Proposal:
-        """What follows a match, at most `nodes` tokens in a tree of at most `depth` levels: the most frequent
-        continuations.
+        """The most frequent continuations of a match: a tree of at most `nodes` tokens and `depth` levels.
 
-        A share is count / (positions read + 1): a single position would be certain, and is wrong more often than many
-        that agree.  Of equals the shallower comes first, then the elder parent's child, then the smaller token.
+        A share is count / (positions read + 1), since a single position is wrong more often than many that agree.  Ties
+        go to the shallower node, then to the child of the earlier parent, then to the smaller token.
         """
         tree = Proposal([], [], [])
         rows = [self.tokens[end : end + depth].tolist() for end in match.ends if end >= 0]
@@ -164,8 +165,8 @@ class _View(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """search.c, compiled; None where Python searches instead."""
-    from outrider.retrieval import native  # loads torch, which listing and verifying do not need
+    """search.c, compiled; None if Python searches instead."""
+    from outrider.retrieval import native  # imports torch, which listing and verifying do not need
 
     library = native.library("search.c", VERSION)
     if library is None:
@@ -180,7 +181,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _mapped(path: Path, size_bytes: int, kind: str) -> np.ndarray:
-    found = np.memmap(path, dtype=f"<{kind}{size_bytes}", mode="r")
-    # a search jumps, so neighbouring pages are not needed
-    found._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
-    return found.view(np.ndarray)
+    mapped = np.memmap(path, dtype=f"<{kind}{size_bytes}", mode="r")
+    # a search jumps around, so reading ahead is useless
+    mapped._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
+    return mapped.view(np.ndarray)

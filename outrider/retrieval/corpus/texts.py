@@ -14,56 +14,56 @@ from pathspec import GitIgnoreSpec
 from outrider.errors import DataError
 
 PIECE = 1 << 18
-"""Characters: longer texts are cut after a line into documents of at most about this length."""
+"""Characters; longer texts are cut after a line into documents of at most about this length."""
 
 
-class Text(NamedTuple):
+class Document(NamedTuple):
     """One document."""
 
     file: Path
     text: str
 
 
-def files_of(given: Iterable[Path], ignored: Counter[str] | None = None) -> list[Path]:
-    """All given files, and those below given folders, sorted; of these no hidden ones, no `__pycache__`, and none that
-    a .gitignore names.
+def files_of(paths: Iterable[Path], ignored: Counter[str] | None = None) -> list[Path]:
+    """These files, and the files below these folders, sorted.  Below folders, hidden files, `__pycache__` and files in
+    a .gitignore are left out.
 
-    ignored: counts files and folders that were left out, by reason.  Raises DataError for a path that does not exist.
+    ignored: counts files and folders left out, by reason.  Raises DataError for a path that does not exist.
     """
-    found: dict[Path, None] = {}
-    for path in given:
+    files: dict[Path, None] = {}
+    for path in paths:
         if path.is_dir():
-            found.update(dict.fromkeys(_below(path, Counter() if ignored is None else ignored)))
+            files.update(dict.fromkeys(_below(path, Counter() if ignored is None else ignored)))
         elif path.is_file():
-            found[path] = None
+            files[path] = None
         else:
             raise DataError(f"{path} does not exist, or is not a file; name text files, .jsonl files or folders")
-    return list(found)
+    return list(files)
 
 
 Ignores = list[tuple[Path, GitIgnoreSpec]]
-"""Patterns of every .gitignore that counts, with its folder, the outermost first."""
+"""Patterns of the applicable .gitignore files with their folders, the outermost first."""
 
 
 def _below(top: Path, ignored: Counter[str]) -> Iterator[Path]:
     """Files below a folder that was named."""
     outer = _outer_ignores(top.absolute())
-    # a folder that was named is taken, whatever the .gitignore above it says
+    # a folder that was named is included even if a .gitignore above it excludes it
     specs: dict[Path, Ignores] = {top: [] if _is_ignored(top.absolute(), outer, is_folder=True) else outer}
-    for root, folders, inside in os.walk(top):
-        here = Path(root)
-        own = [*specs.pop(here), *_ignores_in(here.absolute())]
+    for root, folders, names in os.walk(top):
+        folder = Path(root)
+        patterns = [*specs.pop(folder), *_ignores_in(folder.absolute())]
         for name in sorted(folders):
-            if not _is_left_out(here / name, own, ignored, is_folder=True):
-                specs[here / name] = own
-        folders[:] = sorted(name for name in folders if here / name in specs)
-        for name in sorted(inside):
-            if not _is_left_out(here / name, own, ignored) and (here / name).is_file():
-                yield here / name
+            if not _is_left_out(folder / name, patterns, ignored, is_folder=True):
+                specs[folder / name] = patterns
+        folders[:] = sorted(name for name in folders if folder / name in specs)
+        for name in sorted(names):
+            if not _is_left_out(folder / name, patterns, ignored) and (folder / name).is_file():
+                yield folder / name
 
 
 def _is_left_out(path: Path, specs: Ignores, ignored: Counter[str], is_folder: bool = False) -> bool:
-    """Whether a file or folder is not taken; counts it where it is not."""
+    """Whether to leave out a file or folder; counts it if so."""
     if path.name.startswith("."):
         ignored["hidden"] += 1
     elif path.name == "__pycache__":
@@ -76,21 +76,21 @@ def _is_left_out(path: Path, specs: Ignores, ignored: Counter[str], is_folder: b
 
 
 def _is_ignored(path: Path, specs: Ignores, is_folder: bool = False) -> bool:
-    """As git decides: the last pattern that matches counts, of the innermost .gitignore that has one."""
+    """As in git: the last matching pattern of the innermost .gitignore that has one decides."""
     for folder, spec in reversed(specs):
-        found = spec.check_file(path.relative_to(folder).as_posix() + "/" * is_folder).include
-        if found is not None:
-            return found
+        decision = spec.check_file(path.relative_to(folder).as_posix() + "/" * is_folder).include
+        if decision is not None:
+            return decision
     return False
 
 
 def _outer_ignores(top: Path) -> Ignores:
-    """Of the folders above, as far as they belong to the same repository."""
-    above = list(top.parents)
-    last = next((i for i, folder in enumerate(above) if (folder / ".git").exists()), -1)
+    """Patterns of the folders above, within the same repository."""
+    parents = list(top.parents)
+    last = next((i for i, folder in enumerate(parents) if (folder / ".git").exists()), -1)
     if (top / ".git").exists():
         return []
-    return [found for folder in reversed(above[: last + 1]) for found in _ignores_in(folder)]
+    return [patterns for folder in reversed(parents[: last + 1]) for patterns in _ignores_in(folder)]
 
 
 def _ignores_in(folder: Path) -> Ignores:
@@ -102,15 +102,15 @@ def _ignores_in(folder: Path) -> Ignores:
 
 
 def readable(files: Iterable[Path], skipped: list[Path] | None = None) -> list[Path]:
-    """The files that are UTF-8 text; all are read to their end.
+    """The files that are UTF-8 text; each is read to its end.
 
     Raises DataError for one that is not, or adds it to `skipped`.
     """
-    found = []
+    readable_files = []
     for file in files:
         try:
             _check(file)
-            found.append(file)
+            readable_files.append(file)
         except UnicodeError as error:
             if skipped is None:
                 raise DataError(
@@ -119,29 +119,29 @@ def readable(files: Iterable[Path], skipped: list[Path] | None = None) -> list[P
             skipped.append(file)
         except OSError as error:
             raise DataError(f"can't read {file}: {error.strerror}; leave it out, or change its permissions") from None
-    return found
+    return readable_files
 
 
 def _check(file: Path) -> None:
-    """Raises UnicodeError where a file is not text."""
+    """Raises UnicodeError if a file is not text."""
     with file.open(encoding="utf-8", newline="") as content:
         for block in iter(lambda: content.read(1 << 20), ""):
             if "\0" in block:
-                raise UnicodeError("it holds zero bytes")
+                raise UnicodeError("it contains zero bytes")
 
 
-def texts(files: Iterable[Path]) -> Iterator[Text]:
-    """Documents of these files, in order: each row of a `.jsonl` file, or a whole other file.
+def texts(files: Iterable[Path]) -> Iterator[Document]:
+    """Documents of these files, in order: each row of a `.jsonl` file; any other file as a whole.
 
     Raises DataError for a file that can't be read as text, and for a row without `text`.
     """
     for file in files:
         try:
-            with file.open(encoding="utf-8-sig", newline="") as lines:  # newlines are not changed
+            with file.open(encoding="utf-8-sig", newline="") as lines:  # newline="" keeps newlines as they are
                 rows = _rows(file, lines) if file.suffix == ".jsonl" else iter([lines])
                 for row in rows:
                     for piece in _pieces(row):
-                        yield Text(file, piece)
+                        yield Document(file, piece)
         except (OSError, UnicodeError) as error:
             raise DataError(f"can't read {file}: {error}") from None
 
@@ -160,15 +160,14 @@ def _rows(file: Path, lines: TextIO) -> Iterator[list[str]]:
 
 
 def _pieces(lines: Iterable[str]) -> Iterator[str]:
-    """The text of these lines, cut after a line where it is long enough.  A line that is too long by itself is cut
-    inside."""
-    held, length = list[str](), 0
+    """The text of these lines, cut after a line once it is long enough.  A line that is too long is cut inside."""
+    piece, length = list[str](), 0
     for line in lines:
         while length + len(line) > PIECE:
-            yield "".join(held) or line[:PIECE]
-            line = line if held else line[PIECE:]
-            held, length = [], 0
-        held.append(line)
+            yield "".join(piece) or line[:PIECE]
+            line = line if piece else line[PIECE:]
+            piece, length = [], 0
+        piece.append(line)
         length += len(line)
     if length:
-        yield "".join(held)
+        yield "".join(piece)
