@@ -999,8 +999,8 @@ FAULTS = [
         "the draft's token ids in a GGUF file are offsets: llama.cpp drafts other tokens",
         (
             "tensors",
-            'found["d2t"] = found["d2t"] + torch.arange(len(found["d2t"]), device=found["d2t"].device)',
-            'found["d2t"] = found["d2t"].clone()',
+            'tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]), device=tensors["d2t"].device)',
+            'tensors["d2t"] = tensors["d2t"].clone()',
         ),
     ),
     fault(
@@ -1011,8 +1011,8 @@ FAULTS = [
         "weights that an imported folder lacks stay random without a message",
         (
             "fill",
-            "if random := sorted(own.keys() - names.keys() - set(unmapped) - set(BEGINNINGS)):",
-            "if random := sorted(set(unmapped) - own.keys()):",
+            "if random := sorted(expected.keys() - names.keys() - set(unmapped) - set(BEGINNINGS)):",
+            "if random := sorted(set(unmapped) - expected.keys()):",
         ),
     ),
     fault(
@@ -1046,7 +1046,7 @@ FAULTS = [
     # methods
     fault(
         "what a new method says of its length does not reach the readers of its folders",
-        ("length", "own = settings.get(method.length)", 'own = settings.get("length")'),
+        ("length", "tokens = settings.get(method.length)", 'tokens = settings.get("length")'),
     ),
     fault(
         "an engine that is another's backend runs none of its methods",

@@ -10,12 +10,12 @@ from outrider.errors import ConfigError
 
 def kinds() -> dict[str, list[str]]:
     """Of each format the kinds that can be stored in it.  No drafter is imported."""
-    found: dict[str, list[str]] = {}
+    formats_by_kind: dict[str, list[str]] = {}
     for kind in drafters.kinds():
         with suppress(ConfigError):  # what others' code does wrong stops nobody else
             for format in drafters.formats(kind):
-                found.setdefault(format, []).append(kind)
-    return dict(sorted(found.items()))
+                formats_by_kind.setdefault(format, []).append(kind)
+    return dict(sorted(formats_by_kind.items()))
 
 
 def names() -> list[str]:

@@ -34,10 +34,12 @@ BORROWED = {"embed_tokens.weight": "embedding", "lm_head.weight": "head", "lm_he
 
 def find(format: str) -> dict[str, Layout]:
     """The layouts of a format, by kind.  Raises ConfigError with the nearest name for an unknown one."""
-    found = kinds()
-    if format not in found:
-        raise ConfigError(f"unknown format {format!r}{nearest(format, found)}; known: {', '.join(found)}")
-    return {kind: drafters.layouts(kind)[format] for kind in found[format]}
+    formats_by_kind = kinds()
+    if format not in formats_by_kind:
+        raise ConfigError(
+            f"unknown format {format!r}{nearest(format, formats_by_kind)}; known: {', '.join(formats_by_kind)}"
+        )
+    return {kind: drafters.layouts(kind)[format] for kind in formats_by_kind[format]}
 
 
 def matrix() -> list[dict[str, Any]]:
@@ -92,14 +94,14 @@ def identify(folder: Path, format: str | None = None, kind: str | None = None) -
     if kind is not None and format is None:
         raise ExportError(f"--kind {kind} needs a format too, since {folder} does not name its own; add --format")
     config = folders.read_config(folder)
-    found = candidates(config, format, kind, folders.read_names(folder))
-    if len(found) == 1:
-        return found[0]
-    given = _named(config)
-    guesses = ", ".join(f"{name} ({known})" for name, known in found)
+    matches = candidates(config, format, kind, folders.read_names(folder))
+    if len(matches) == 1:
+        return matches[0]
+    named = _named(config)
+    guesses = ", ".join(f"{name} ({match_kind})" for name, match_kind in matches)
     readable = [name for name in names() if any(layout.settings is not None for layout in find(name).values())]
-    which = f"may be {guesses}" if found else f"matches no drafter of {format or ', '.join(readable)}"
-    raise ExportError(f"{folder} {given}, and {which}; name its format and kind with --format and --kind")
+    which = f"may be {guesses}" if matches else f"matches no drafter of {format or ', '.join(readable)}"
+    raise ExportError(f"{folder} {named}, and {which}; name its format and kind with --format and --kind")
 
 
 def _named(config: Config) -> str:
@@ -117,24 +119,24 @@ def candidates(
     formats = names() if format is None else [format]
     if kind is not None:
         return [(name, kind) for name in formats]
-    found = []
+    matches = []
     for name in formats:
-        for own, layout in sorted(find(name).items()):
+        for format_kind, layout in sorted(find(name).items()):
             with suppress(AttributeError, IndexError, KeyError, TypeError):  # nothing in it is of the right type
-                found += [(name, own)] if layout.is_of(config, weights) else []
-    return found
+                matches += [(name, format_kind)] if layout.is_of(config, weights) else []
+    return matches
 
 
 def renamed(names: Iterable[str], rules: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Ours to theirs by the first rule that fits; names that no rule fits are left out."""
-    found: dict[str, str] = {}
+    mapping: dict[str, str] = {}
     for name in names:
         for old, new in rules:
             fits = re.fullmatch(re.escape(old).replace(r"\*", "(.*)"), name)
             if fits:
-                found[name] = new.replace("*", "".join(fits.groups()))
+                mapping[name] = new.replace("*", "".join(fits.groups()))
                 break
-    return found
+    return mapping
 
 
 def borrowed(target: TransformersTarget, name: str) -> Tensor:

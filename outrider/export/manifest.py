@@ -28,7 +28,7 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
         "eagle_config": dict, "dflash_config": dict, "speculators_config": dict, "block_size": int, "num_heads": int,
         "medusa_num_heads": int, "mask_token_id": int, "markov_head_type": str, "dflash_config.mask_token_id": int,
         **dict.fromkeys(
-            (key for own in methods().values() for format, (key, _) in own.layers.items() if format != "gguf"),
+            (key for method in methods().values() for format, (key, _) in method.layers.items() if format != "gguf"),
             list[int],
         ),
     },
@@ -44,34 +44,34 @@ def read_manifest(folder: Path) -> Found:
     Raises ExportError for one that can't be read here.
     """
     path = folder / MANIFEST
-    found = read_json(path) if path.exists() else {}
-    if "kind" not in found:
+    stored = read_json(path) if path.exists() else {}
+    if "kind" not in stored:
         return {}
-    _check_types(path, found)
-    version = found.get("version", VERSION)
+    _check_types(path, stored)
+    version = stored.get("version", VERSION)
     if type(version) is not int or version != VERSION:
         what = f"of version {_shown(version)}, but this Outrider reads {VERSION}"
         raise ExportError(f"{path} is {what}; use the release that wrote it, or delete that file and import again")
-    return found
+    return stored
 
 
 def read_config(folder: Path) -> Found:
     """config.json of a draft; empty where there is none.  Raises ExportError for values of a wrong type."""
     path = folder / CONFIG
-    found = read_json(path) if path.exists() else {}
-    _check_types(path, found)
-    return found
+    stored = read_json(path) if path.exists() else {}
+    _check_types(path, stored)
+    return stored
 
 
-def _check_types(path: Path, found: Found) -> None:
-    for key, wanted in TYPES[path.name].items():
-        value = at(found, key)
-        if value is None and not (key in ("kind", "format") and key in found):
+def _check_types(path: Path, stored: Found) -> None:
+    for key, type_ in TYPES[path.name].items():
+        value = at(stored, key)
+        if value is None and not (key in ("kind", "format") and key in stored):
             continue
-        is_list = wanted == list[int] and type(value) is list
-        if not (all(type(one) is int for one in value) if is_list else type(value) is wanted):  # true is not a number
+        is_list = type_ == list[int] and type(value) is list
+        if not (all(type(one) is int for one in value) if is_list else type(value) is type_):  # true is not a number
             raise ExportError(
-                f"{path}: {key} must be {WANTED[wanted]}, got {_shown(value)}; export or copy the folder again"
+                f"{path}: {key} must be {WANTED[type_]}, got {_shown(value)}; export or copy the folder again"
             )
 
 

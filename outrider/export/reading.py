@@ -71,9 +71,9 @@ def imported(
     weights = layout.reads(folder)
     settings = settings_of(folder, target, format, kind)
     with _readable(folder, format, kind):
-        wanted = build(module.Config, settings, f"{folder} as {format}")
-        _check_sizes(wanted, weights, target)
-        model: DraftModel = module.Model(wanted, target)
+        config = build(module.Config, settings, f"{folder} as {format}")
+        _check_sizes(config, weights, target)
+        model: DraftModel = module.Model(config, target)
         weights = dict(layout.translates(weights))
     fill(model, weights, layout, folder, target, manifest.get("unmapped", {}).keys())
     _fill_unmapped(model, manifest, layout, folder)
@@ -153,13 +153,13 @@ def fill(
 
     unmapped: names of ours that get their values from elsewhere.
     """
-    own = weights_of(model)
-    names = renamed(own, layout.names)
+    expected = weights_of(model)
+    names = renamed(expected, layout.names)
     if missing := [theirs for theirs in names.values() if theirs not in weights]:
         raise ExportError(
             f"{folder} lacks the weights {', '.join(missing[:4])}; copy it again, or name its format with --format"
         )
-    if random := sorted(own.keys() - names.keys() - set(unmapped) - set(BEGINNINGS)):
+    if random := sorted(expected.keys() - names.keys() - set(unmapped) - set(BEGINNINGS)):
         raise ExportError(
             f"{folder} has no values for {', '.join(random[:4])}, which would stay random; export it again"
         )
@@ -167,14 +167,14 @@ def fill(
         _account_for(name, weights[name], folder, target)
     theirs = {ours: weights[name] for ours, name in names.items()}
     shapes = [
-        f"{names[ours]} {tuple(weight.shape)}, wanted {tuple(own[ours].shape)}"
-        for ours, weight in theirs.items() if weight.shape != own[ours].shape
+        f"{names[ours]} {tuple(weight.shape)}, wanted {tuple(expected[ours].shape)}"
+        for ours, weight in theirs.items() if weight.shape != expected[ours].shape
     ]  # fmt: skip
     if shapes:
         raise ExportError(f"{folder} does not fit its config: {', '.join(shapes[:3])}; copy the folder again")
-    if types := [f"{names[ours]} is {theirs[ours].dtype}".replace("torch.", "") for ours in mistyped(theirs, own)]:
+    if types := [f"{names[ours]} is {theirs[ours].dtype}".replace("torch.", "") for ours in mistyped(theirs, expected)]:
         raise ExportError(f"{folder} has weights of the wrong dtype: {', '.join(types[:3])}; copy the folder again")
-    model.load_state_dict({ours: weight.to(own[ours].dtype) for ours, weight in theirs.items()}, strict=False)
+    model.load_state_dict({ours: weight.to(expected[ours].dtype) for ours, weight in theirs.items()}, strict=False)
     if problem := stale_map(model):
         raise ExportError(f"{folder}: {problem}")
 
@@ -227,14 +227,16 @@ def _is_copy(weight: Tensor, theirs: Tensor, rounded: bool) -> bool:
 def _fill_unmapped(model: DraftModel, manifest: Config, layout: Layout, folder: Path) -> None:
     """Set small weights that the format has no key for, such as a confidence head's temperatures; others stay as they
     are."""
-    own, stored = model.state_dict(), manifest.get("unmapped", {})
+    current, stored = model.state_dict(), manifest.get("unmapped", {})
     try:
-        found = {name: torch.tensor(value, dtype=own[name].dtype) for name, value in stored.items()}
-        fits = all(value.shape == own[name].shape for name, value in found.items()) and not renamed(found, layout.names)
+        restored = {name: torch.tensor(value, dtype=current[name].dtype) for name, value in stored.items()}
+        fits = all(value.shape == current[name].shape for name, value in restored.items()) and not renamed(
+            restored, layout.names
+        )
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
         fits = False
     if not fits:
         raise ExportError(
             f"{folder / MANIFEST} holds weights that this draft does not have; delete that file and import again"
         )
-    model.load_state_dict(found, strict=False)
+    model.load_state_dict(restored, strict=False)

@@ -32,8 +32,8 @@ def pass_on(name: str, files: Sequence[Path], out: str | Path) -> Path:
     names = [FILE] if len(files) == 1 else [path.name for path in files]
     about = {"format": "gguf", "precision": None, "target": {"name": name}}
     with new_folder(Path(out), ExportError) as part:
-        for path, own in zip(files, names, strict=True):
-            shutil.copyfile(path, part / own)
+        for path, file_name in zip(files, names, strict=True):
+            shutil.copyfile(path, part / file_name)
         (part / MANIFEST).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     return Path(out)
 

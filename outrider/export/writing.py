@@ -44,18 +44,18 @@ def export_folder(
     source = Source(model, target, precision, about.get("report") or {})
     if reason := first(layout.refuses, source):
         raise ExportError(f"{folder} can't be written as {to}: {reason}")
-    own = {name: weight.detach().cpu() for name, weight in weights_of(source.model).items()}
-    names = renamed(own, layout.names)
-    weights = {theirs: own[ours] for ours, theirs in names.items()}
+    ours_by_name = {name: weight.detach().cpu() for name, weight in weights_of(source.model).items()}
+    names = renamed(ours_by_name, layout.names)
+    weights = {theirs: ours_by_name[ours] for ours, theirs in names.items()}
     weights |= {name: borrowed(target, name) for name in layout.duplicates(source) if name not in weights}
-    unmapped = {name: weight.tolist() for name, weight in own.items() if name not in names}
+    unmapped = {name: weight.tolist() for name, weight in ours_by_name.items() if name not in names}
     assert layout.config is not None
     with new_folder(Path(out), ExportError, (OSError, SafetensorError)) as part:
         layout.writes(part, layout.config(source), weights, source)
         layout.files(source, part)
         manifest = {**about, "format": to, "tap_shift": layout.shift, "unmapped": unmapped}
         (part / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        _compare(own, part, to, layout, source)
+        _compare(ours_by_name, part, to, layout, source)
     for note in filter(None, (answer(source) for answer in layout.notes)):
         logging.getLogger(__name__).warning("%s as %s: %s", out, to, note)
     return Path(out)
@@ -77,15 +77,17 @@ def _opened(folder: Path, target: TransformersTarget) -> tuple[DraftModel, Mappi
     return model, manifest_for(model, *described(folder))
 
 
-def _compare(own: Mapping[str, Tensor], written: Path, to: str, layout: Layout, source: Source) -> None:
+def _compare(weights: Mapping[str, Tensor], written: Path, to: str, layout: Layout, source: Source) -> None:
     """Read what was written and hold it against what was meant.  Raises ExportError for any difference."""
-    names = renamed(own, layout.names)
-    meant = {ours: layout.rounded(theirs, own[ours], source).to(own[ours].dtype) for ours, theirs in names.items()}
+    names = renamed(weights, layout.names)
+    meant = {
+        ours: layout.rounded(theirs, weights[ours], source).to(weights[ours].dtype) for ours, theirs in names.items()
+    }
     if layout.settings is not None:
-        back, meant = weights_of(imported(written, source.target, to)), dict(own) | meant
+        back, meant = weights_of(imported(written, source.target, to)), dict(weights) | meant
     else:
-        found = layout.reads(written)
-        back = {ours: found[theirs] for ours, theirs in names.items() if theirs in found}
+        read_back = layout.reads(written)
+        back = {ours: read_back[theirs] for ours, theirs in names.items() if theirs in read_back}
     if wrong := [name for name in meant if name not in back or not torch.equal(back[name].cpu(), meant[name])]:
         raise ExportError(
             f"what was written as {to} reads back with other weights: {', '.join(wrong[:4])}; the folder was deleted"

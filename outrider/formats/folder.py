@@ -64,14 +64,14 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for path in _files(folder):
         try:
-            found = load_file(regular(path))
+            tensors = load_file(regular(path))
         except (OSError, SafetensorError) as error:
             raise ExportError(f"{path} can't be read: {error}; copy it again") from None
-        if twice := weights.keys() & found.keys():
+        if twice := tensors.keys() & weights.keys():
             raise ExportError(
                 f"{path} holds {min(twice)}, which another file of {folder} holds too; copy the folder again"
             )
-        weights |= found
+        weights |= tensors
     if small := rounded(weights):
         raise ExportError(f"{folder} has 8-bit weights in {_few(small)}; use a draft with weights of 16 or 32 bits")
     if broken := not_finite(weights):

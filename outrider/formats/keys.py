@@ -24,12 +24,12 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ExportError(f"{path} can't be read: {error}; copy the folder again") from None
 
 
-def at(found: Mapping[str, Any], key: str) -> Any:
+def at(config: Mapping[str, Any], key: str) -> Any:
     """The value under a key such as dflash_config.block, or GGUF's dflash.block_size; None where there is none."""
-    if key in found:
-        return found[key]
+    if key in config:
+        return config[key]
     outer, _, inner = key.rpartition(".")
-    return ((found.get(outer) or {}) if outer else found).get(inner)
+    return ((config.get(outer) or {}) if outer else config).get(inner)
 
 
 def layers(method: Method, format: str, config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -40,9 +40,9 @@ def layers(method: Method, format: str, config: Mapping[str, Any]) -> tuple[int,
 
 def length(method: Method, format: str, settings: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
     """Tokens that it drafts a step, by our settings or by the folder's own; None where neither has it."""
-    own = settings.get(method.length)
-    if type(own) is int:
-        return own
+    tokens = settings.get(method.length)
+    if type(tokens) is int:
+        return tokens
     size = config.get("dflash.block_size" if format == "gguf" else "block_size", at(config, "dflash_config.block_size"))
     if method.length == "block" and size is not None:
         return int(size) - (not anchor_predicts(method, format, config))
@@ -65,7 +65,7 @@ def anchor_predicts(method: Method, format: str, config: Mapping[str, Any]) -> b
 
 def target_of(config: Mapping[str, Any]) -> str | None:
     """The target that the config.json of others names; None where it names none."""
-    own = at(config, "speculators_config.verifier") or {}
-    name = own.get("name_or_path") if isinstance(own, Mapping) else None
+    verifier = at(config, "speculators_config.verifier") or {}
+    name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
     name = name or config.get("target_model_name_or_path") or config.get("base_model_name_or_path")
     return name if isinstance(name, str) and name else None

@@ -57,7 +57,7 @@ Answer = Callable[[Source], str | None]
 
 def only(setting: str, value: Any, reason: str) -> Answer:
     """`reason` where a setting has another value; {} in it becomes that value."""
-    return lambda source: None if (own := getattr(source.settings, setting)) == value else reason.format(own)
+    return lambda source: None if (current := getattr(source.settings, setting)) == value else reason.format(current)
 
 
 def first(answers: Iterable[Answer], source: Source) -> str | None:

@@ -54,9 +54,9 @@ def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
     """A config's layer settings in our words.  Raises ExportError for what our layers can't be, and for another
     width."""
     spec = target.spec
-    for key, wanted in (("hidden_size", spec.hidden), ("vocab_size", spec.vocabulary)):
-        if config.get(key) not in (None, wanted):
-            raise ExportError(f"{key} is {config[key]}, {spec.name} has {wanted}; load the target it was trained for")
+    for key, expected in (("hidden_size", spec.hidden), ("vocab_size", spec.vocabulary)):
+        if config.get(key) not in (None, expected):
+            raise ExportError(f"{key} is {config[key]}, {spec.name} has {expected}; load the target it was trained for")
     for key, ours in PLAIN.items():
         if config.get(key, ours) != ours and not (
             key == "sliding_window" and not config.get("use_sliding_window", True)
@@ -96,16 +96,16 @@ def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
             "use a draft that has"
         )
     at_top = {key: float(config[key]) for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
-    found = _rope_settings(new if new.keys() & {"rope_type", "type"} else {**old, **new}, config)
-    others = _rope_settings(old, config) if "rope_scaling" in config or not new else found
+    rope = _rope_settings(new if new.keys() & {"rope_type", "type"} else {**old, **new}, config)
+    others = _rope_settings(old, config) if "rope_scaling" in config or not new else rope
     for key, value in {**others, **at_top}.items():
-        if found[key] != value:
-            both = f"both {value} and {found[key]} (in rope_parameters, in rope_scaling or at the top of config.json)"
+        if rope[key] != value:
+            both = f"both {value} and {rope[key]} (in rope_parameters, in rope_scaling or at the top of config.json)"
             raise ExportError(
                 f"{key} is {both}; the config contradicts itself, and some engines read one, some the other; make "
                 "them equal"
             )
-    scaling = found["rope_scaling"] or {}
+    scaling = rope["rope_scaling"] or {}
     kind = scaling.get("rope_type", "default")
     if kind in ("yarn", "llama3") and config.get(
         "max_position_embeddings"
@@ -113,14 +113,14 @@ def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
         scaling.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     if kind not in ("default", *STRETCHES):
         raise ExportError(f"rotary scaling {kind!r} is not supported; use a draft with one of {', '.join(STRETCHES)}")
-    if not 0 < found["rope_theta"] < math.inf:
-        raise ExportError(f"rope_theta must be a number above 0, got {found['rope_theta']}; correct config.json")
-    return found
+    if not 0 < rope["rope_theta"] < math.inf:
+        raise ExportError(f"rope_theta must be a number above 0, got {rope['rope_theta']}; correct config.json")
+    return rope
 
 
-def _rope_settings(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_settings(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The rotation of one of the two, with the keys at the top where it lacks one."""
-    rest = dict(given)
+    rest = dict(rope)
     if "type" in rest:
         rest.setdefault("rope_type", rest.pop("type"))
         rest.pop("type", None)

@@ -32,10 +32,10 @@ def is_of(projector: str) -> Callable[[Config, Collection[str]], bool]:
     """Whether a config.json is of the drafter of blocks with this `projector_type`."""
 
     def fits(config: Config, names: Collection[str]) -> bool:
-        own = config.get("dflash_config")
-        if not isinstance(own, dict) or is_eagle3(config) or "selector_rank" in own:  # of a DFlash 2
+        block = config.get("dflash_config")
+        if not isinstance(block, dict) or is_eagle3(config) or "selector_rank" in block:  # of a DFlash 2
             return False
-        return bool(own.get("projector_type", "dflash") == projector)
+        return bool(block.get("projector_type", "dflash") == projector)
 
     return fits
 
@@ -61,13 +61,13 @@ def block(source: Source, architecture: str = "DFlashDraftModel") -> dict[str, A
 
 def read_block(config: Config, target: TransformersTarget, method: Method) -> dict[str, Any]:
     """The settings of a drafter of blocks, but for its head."""
-    own = config["dflash_config"]
-    if own.get("causal") or config.get("is_causal"):
+    block = config["dflash_config"]
+    if block.get("causal") or config.get("is_causal"):
         raise ExportError(
             "causal is true, but in Outrider's blocks each slot also attends to later ones; "
             "use a draft with causal: false"
         )
-    if own.get("use_swa"):
+    if block.get("use_swa"):
         raise ExportError(
             "use_swa is true (sliding-window attention), but Outrider's drafts have full attention only; use a "
             "draft that has it"

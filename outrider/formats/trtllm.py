@@ -24,9 +24,9 @@ def files(speculation: Callable[[Source], Mapping[str, Any]], **more: Any) -> Ca
 
     def write(source: Source, folder: Path) -> None:
         place = folder.with_name(folder.name.removesuffix(".part")).absolute()
-        own = {**more, "speculative_config": {**speculation(source), "speculative_model": str(place)}}
+        settings = {**more, "speculative_config": {**speculation(source), "speculative_model": str(place)}}
         head = "# trtllm-serve TARGET --config llm_api.yaml; where this folder is moved, change speculative_model\n"
-        text = yaml.safe_dump(own, sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
         (folder / SETTINGS).write_text(head + text, encoding="utf-8")
 
     return write

@@ -52,14 +52,14 @@ INTERLEAVED = {"blk.0.attn_q.weight": "head_count", "blk.0.attn_k.weight": "head
 def common(source: Source, architecture: str, layers: int) -> dict[str, Any]:
     """The keys that every drafter's file has."""
     spec = source.target.spec
-    own = {
+    renamed = {
         "block_count": layers, "context_length": spec.context, "embedding_length": spec.hidden,
         "vocab_size": spec.vocabulary, **model.layer(source.sizes),
         "target_layers": [tap + SHIFT for tap in source.model.taps],
     }  # fmt: skip
     return {
         **file.general(architecture, file.precision_of(source)), KIND: source.settings.kind,
-        **{f"{architecture}.{key}": value for key, value in own.items()}, **model.stretch(source.sizes),
+        **{f"{architecture}.{key}": value for key, value in renamed.items()}, **model.stretch(source.sizes),
         **tokenizer.keys(source.target.tokenizer, spec.vocabulary, source.target.model),
     }  # fmt: skip
 
@@ -67,11 +67,11 @@ def common(source: Source, architecture: str, layers: int) -> dict[str, Any]:
 def block(source: Source, confidence: bool | None = None) -> dict[str, Any]:
     """A drafter of blocks.  confidence: whether it has a confidence head; None for one without a Markov head."""
     backbone: Any = source.model.backbone
-    found = common(source, "dflash", source.settings.layers)
-    found |= {"dflash.block_size": backbone.width, "tokenizer.ggml.mask_token_id": source.mask_token}
+    keys = common(source, "dflash", source.settings.layers)
+    keys |= {"dflash.block_size": backbone.width, "tokenizer.ggml.mask_token_id": source.mask_token}
     if confidence is None and not source.settings.anchor_predicts:
-        return found
-    return found | {
+        return keys
+    return keys | {
         "dflash.sample_from_anchor": source.settings.anchor_predicts,
         "dflash.has_confidence_head": bool(confidence),
     }
@@ -118,43 +118,43 @@ def tensors(weights: Mapping[str, Tensor], keys: Config, source: Source) -> dict
     """A drafter's weights by the names of its layout, as the file has them."""
     theirs = {name: file_name for file_name, name in reading.HEADS.items()}
     # which tokens a draft may hold follows from d2t and is not stored
-    found = {theirs.get(name, name): weight for name, weight in weights.items() if name != "t2d"}
+    tensors = {theirs.get(name, name): weight for name, weight in weights.items() if name != "t2d"}
     if keys["general.architecture"] == "eagle3":
         for name, count in INTERLEAVED.items():
-            found[name] = model.interleaved(found[name], keys[f"eagle3.attention.{count}"])
-    if "d2t" in found:  # the file has the target's own ids
-        found["d2t"] = found["d2t"] + torch.arange(len(found["d2t"]), device=found["d2t"].device)
-    if "dflash.sample_from_anchor" in keys and MARKOV[0] not in found:  # only a DSpark reads the anchor's slot
-        found |= {name: torch.zeros(source.target.spec.vocabulary, 1) for name in MARKOV}
-    return found | model.factors(source.sizes)
+            tensors[name] = model.interleaved(tensors[name], keys[f"eagle3.attention.{count}"])
+    if "d2t" in tensors:  # the file has the target's own ids
+        tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]), device=tensors["d2t"].device)
+    if "dflash.sample_from_anchor" in keys and MARKOV[0] not in tensors:  # only a DSpark reads the anchor's slot
+        tensors |= {name: torch.zeros(source.target.spec.vocabulary, 1) for name in MARKOV}
+    return tensors | model.factors(source.sizes)
 
 
 def read(path: Path) -> dict[str, Tensor]:
     """The weights of a drafter's file by the names of its layout."""
-    keys, found = reading.read_header(path).keys, reading.read_tensors(path)
-    found.pop(model.FACTORS, None)  # the settings have what they were made from
+    keys, tensors = reading.read_header(path).keys, reading.read_tensors(path)
+    tensors.pop(model.FACTORS, None)  # the settings have what they were made from
     if keys["general.architecture"] == "eagle3":
-        _restore_rows(found, keys)
-    if "d2t" in found:
-        _set_map(found, len(keys["tokenizer.ggml.tokens"]))
-    return {reading.HEADS.get(name, name): weight for name, weight in found.items()}
+        _restore_rows(tensors, keys)
+    if "d2t" in tensors:
+        _set_map(tensors, len(keys["tokenizer.ggml.tokens"]))
+    return {reading.HEADS.get(name, name): weight for name, weight in tensors.items()}
 
 
-def _restore_rows(found: dict[str, Tensor], keys: Config) -> None:
+def _restore_rows(tensors: dict[str, Tensor], keys: Config) -> None:
     for name, count in INTERLEAVED.items():
         heads = keys.get(f"eagle3.attention.{count}", keys["eagle3.attention.head_count"])
-        if name not in found or found[name].dim() != 2 or found[name].shape[0] % (2 * heads):
+        if name not in tensors or tensors[name].dim() != 2 or tensors[name].shape[0] % (2 * heads):
             raise ExportError(f"{name} is missing, or its rows are not those of {heads} heads; copy the file again")
-        found[name] = model.interleaved(found[name], heads, back=True)
+        tensors[name] = model.interleaved(tensors[name], heads, back=True)
 
 
-def _set_map(found: dict[str, Tensor], vocabulary: int) -> None:
+def _set_map(tensors: dict[str, Tensor], vocabulary: int) -> None:
     """The map of a reduced vocabulary as it is here: the target's ids less the draft's own, and which can be drafted.
 
     Raises ExportError for ids outside the vocabulary.
     """
-    ids = found["d2t"].flatten().long()
+    ids = tensors["d2t"].flatten().long()
     if not len(ids) or not bool(((ids >= 0) & (ids < vocabulary)).all()):
         raise ExportError(f"d2t names tokens outside the {vocabulary} of the file's tokenizer; copy the file again")
-    found["d2t"] = ids - torch.arange(len(ids))
-    found["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, ids, True)
+    tensors["d2t"] = ids - torch.arange(len(ids))
+    tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, ids, True)

@@ -32,9 +32,9 @@ def layout(
     """A method as GGUF.  tensors: what a file holds, from weights by names of the layout; weights: back, from a file.
     more: fields of `Layout`."""
 
-    def writes(folder: Path, keys: Config, own: Mapping[str, Tensor], source: Source) -> None:
+    def writes(folder: Path, keys: Config, weights: Mapping[str, Tensor], source: Source) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        file.write(folder / FILE, keys, tensors(own, keys, source), precision_of(source))
+        file.write(folder / FILE, keys, tensors(weights, keys, source), precision_of(source))
 
     return Layout(
         names, config, settings, writes=writes, reads=lambda folder: read(folder, weights),
@@ -65,12 +65,12 @@ def read(folder: Path, weights: Callable[[Path], Mapping[str, Tensor]]) -> Mappi
     if path is None:
         raise ExportError(f"{folder} has no {FILE}; name the folder of a draft model, or its GGUF file")
     try:
-        found = weights(path)
+        tensors = weights(path)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:  # a key may be missing, or hold anything
         raise ExportError(f"{path} does not fit its own keys: {error}; copy it again") from None
-    if broken := not_finite(found):
+    if broken := not_finite(tensors):
         raise ExportError(f"{path} has values that are not finite in {', '.join(broken[:4])}; use another file")
-    return found
+    return tensors
 
 
 def _rounded(name: str, weight: Tensor, source: Source) -> Tensor:

@@ -122,13 +122,14 @@ def factors(sizes: LayerSizes) -> dict[str, Tensor]:
 
 def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Keys, and weights by transformers' names, of a GGUF file of a causal language model."""
-    keys, found = dict(reading.read_header(path).keys), reading.read_tensors(path)
+    keys, tensors = dict(reading.read_header(path).keys), reading.read_tensors(path)
     names = names_of(keys, _possible(keys[f"{keys['general.architecture']}.block_count"]))
     weights = {
-        name: reordered(name, found.pop(theirs), keys, back=True) for name, theirs in names.items() if theirs in found
+        name: reordered(name, tensors.pop(theirs), keys, back=True) for name, theirs in names.items()
+        if theirs in tensors
     }  # fmt: skip
-    found.pop(FACTORS, None)
-    return keys, {**weights, **found}
+    tensors.pop(FACTORS, None)
+    return keys, {**weights, **tensors}
 
 
 def names_of(keys: Config, names: list[str]) -> dict[str, str]:
@@ -138,14 +139,14 @@ def names_of(keys: Config, names: list[str]) -> dict[str, str]:
         raise ExportError(f"the file is of architecture {family}; known are {', '.join(FAMILIES)}")
     arch = next(number for number, name in library.MODEL_ARCH_NAMES.items() if name == family)
     layers = keys[f"{family}.block_count"]
-    known = library.get_tensor_name_map(arch, layers)
-    found = {name: known.get_name(name, try_suffixes=(".weight",)) for name in names}
-    lost = [name for name, theirs in found.items() if theirs is None and name not in _possible(layers)]
+    tensor_names = library.get_tensor_name_map(arch, layers)
+    gguf_names = {name: tensor_names.get_name(name, try_suffixes=(".weight",)) for name in names}
+    lost = [name for name, theirs in gguf_names.items() if theirs is None and name not in _possible(layers)]
     if lost:
         raise ExportError(
             f"llama.cpp has no name for the weights {', '.join(lost[:4])} of {family}, so they can't be written as GGUF"
         )
-    return {name: theirs for name, theirs in found.items() if theirs is not None}
+    return {name: theirs for name, theirs in gguf_names.items() if theirs is not None}
 
 
 def _possible(layers: int) -> list[str]:
@@ -223,7 +224,7 @@ def _scaling(config: Config, name: str) -> dict[str, Any] | None:
     kind = config.get(f"{name}.rope.scaling.type", "none")
     has_factors = FACTORS in config[reading.SHAPES]
     if has_factors or kind not in ("none", "linear"):
-        found = FACTORS if has_factors else f"rope.scaling.type {kind}"
-        raise ExportError(f"it has {found}, from which its rotation can't be read; use the folder it was made from")
+        what = FACTORS if has_factors else f"rope.scaling.type {kind}"
+        raise ExportError(f"it has {what}, from which its rotation can't be read; use the folder it was made from")
     factor = config.get(f"{name}.rope.scaling.factor")
     return {"rope_type": "linear", "factor": float(factor)} if kind == "linear" and factor else None

@@ -35,11 +35,11 @@ def find(folder: Path) -> Path | None:
         return folder if folder.suffix == SUFFIX else None
     if (folder / f"model{SUFFIX}").exists():
         return folder / f"model{SUFFIX}"
-    found = sorted(folder.glob(f"*{SUFFIX}"))
-    if len(found) > 1:
-        names = ", ".join(ascii(path.name)[1:-1] for path in found[:4])
-        raise ExportError(f"{folder} has {len(found)} GGUF files: {names}; name one of them")
-    return found[0] if found else None
+    files = sorted(folder.glob(f"*{SUFFIX}"))
+    if len(files) > 1:
+        names = ", ".join(ascii(path.name)[1:-1] for path in files[:4])
+        raise ExportError(f"{folder} has {len(files)} GGUF files: {names}; name one of them")
+    return files[0] if files else None
 
 
 def read_header(path: Path) -> Header:
@@ -62,14 +62,14 @@ def read_tensors(path: Path, names: Collection[str] | None = None) -> dict[str, 
     Raises ExportError for one that is quantised in a way that is not readable, or not whole.
     """
     header = read_header(path)
-    wanted = {name: info for name, info in header.tensors.items() if names is None or name in names}
-    return {name: _tensor(path, name, info) for name, info in wanted.items()}
+    infos = {name: info for name, info in header.tensors.items() if names is None or name in names}
+    return {name: _tensor(path, name, info) for name, info in infos.items()}
 
 
 def rounded_heads(path: Path) -> set[str]:
     """Which of embedding and head a file has in q8_0, which is only close to the matrix that was rounded."""
-    found = read_header(path).tensors
-    return {name for theirs, name in HEADS.items() if theirs in found and found[theirs].kind == "Q8_0"}
+    infos = read_header(path).tensors
+    return {name for theirs, name in HEADS.items() if theirs in infos and infos[theirs].kind == "Q8_0"}
 
 
 def _tensor(path: Path, name: str, info: Info) -> Tensor:

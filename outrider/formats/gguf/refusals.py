@@ -39,8 +39,8 @@ FIRST: tuple[Answer, ...] = (tokenizer, tapped, rotation)
 
 
 def siblings(source: Source) -> str | None:
-    own = list(source.settings.siblings)
-    return f"siblings {own} are left out: llama.cpp drafts one chain{measured(source)}" if any(own) else None
+    siblings = list(source.settings.siblings)
+    return f"siblings {siblings} are left out: llama.cpp drafts one chain{measured(source)}" if any(siblings) else None
 
 
 def trees(source: Source) -> str | None:
@@ -53,7 +53,7 @@ def trees(source: Source) -> str | None:
 def measured(source: Source) -> str:
     """The tokens per step that the checkpoint's report has with what is left out; empty where it has none."""
     rows = source.report.get("rows") or []
-    found = [row for row in rows if row.get("tokens_per_step") and row.get("temperature") == 0]
-    if not found:
+    greedy = [row for row in rows if row.get("tokens_per_step") and row.get("temperature") == 0]
+    if not greedy:
         return ""
-    return f"; with them {found[0]['tokens_per_step']:.2f} tokens per step were measured on {found[0].get('task')}"
+    return f"; with them {greedy[0]['tokens_per_step']:.2f} tokens per step were measured on {greedy[0].get('task')}"

@@ -34,12 +34,12 @@ def check(config: Config, target: TransformersTarget) -> None:
     """Raises ExportError for a file that was made for another target, or computes what our drafters don't."""
     name, spec = config["general.architecture"], target.spec
     for key in ("embedding_length", "target_hidden_size"):
-        if (found := config.get(f"{name}.{key}")) not in (None, spec.hidden):
-            raise ExportError(f"{key} is {found}, {spec.name} has {spec.hidden}; load the target it was trained for")
+        if (stored := config.get(f"{name}.{key}")) not in (None, spec.hidden):
+            raise ExportError(f"{key} is {stored}, {spec.name} has {spec.hidden}; load the target it was trained for")
     check_vocabulary(config, target)
     for key, value in PLAIN.items():
-        if (found := config.get(f"{name}.{key}", value)) != value:
-            raise ExportError(f"{key} is {found!r}; Outrider's drafters need {value!r}; use a draft that has it")
+        if (stored := config.get(f"{name}.{key}", value)) != value:
+            raise ExportError(f"{key} is {stored!r}; Outrider's drafters need {value!r}; use a draft that has it")
     if any((config.get(f"{name}.rope.dimension_sections") or [0])[1:]):
         raise ExportError("rope.dimension_sections has several parts; Outrider's drafters rotate by one position")
 
@@ -47,7 +47,7 @@ def check(config: Config, target: TransformersTarget) -> None:
 def check_vocabulary(config: Config, target: TransformersTarget) -> None:
     tokens = config.get("tokenizer.ggml.tokens")
     if tokens is None or len(tokens) != target.spec.vocabulary:
-        found = "no tokens" if tokens is None else f"{len(tokens)} tokens"
+        size = "no tokens" if tokens is None else f"{len(tokens)} tokens"
         raise ExportError(
-            f"the file has {found}, {target.spec.name} has {target.spec.vocabulary}; load the target it was trained for"
+            f"the file has {size}, {target.spec.name} has {target.spec.vocabulary}; load the target it was trained for"
         )

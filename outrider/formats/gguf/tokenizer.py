@@ -52,16 +52,16 @@ def split(tokenizer: Any) -> tuple[str, str | None]:
     last = steps[-1]
     patterns = [pattern for step in steps[:-1] if (pattern := _pattern(step)) is not None]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(patterns) != len(steps) - 1:
-        found = [step.get("type") for step in steps]
-        return "", f"its tokenizer splits texts by {found}; only byte-level BPE can be written"
-    known = SPLITS.get((patterns[0] if patterns else None, bool(model.get("ignore_merges"))))
+        step_types = [step.get("type") for step in steps]
+        return "", f"its tokenizer splits texts by {step_types}; only byte-level BPE can be written"
+    splitter = SPLITS.get((patterns[0] if patterns else None, bool(model.get("ignore_merges"))))
     if not model["merges"]:
         return "", "its tokenizer has no merges, which llama.cpp needs"
     splits_again = not patterns or patterns == [DIGITS]
-    if known is None or len(patterns) > 1 or bool(last.get("use_regex")) != splits_again:
+    if splitter is None or len(patterns) > 1 or bool(last.get("use_regex")) != splits_again:
         supported = ", ".join(SPLITS.values())
         return "", f"its tokenizer splits texts in a way that is not supported; supported are {supported}"
-    return known, None
+    return splitter, None
 
 
 def _pattern(step: dict[str, Any]) -> str | None:
