@@ -28,7 +28,7 @@ from benchmarks.batch_time import promise
 from benchmarks.replay import progress_bar, provenance, publish
 from outrider.client import AsyncClient, ClientError, Limits, Retries, Timeouts, answers
 from outrider.client.account import Account
-from outrider.client.sending.events import Events
+from outrider.client.sending.events import EventDecoder
 from tests.client import misbehaving
 from tests.client.misbehaving import MODEL, PRICES, Ledger, text_of
 
@@ -172,15 +172,15 @@ def misused(
 # ── planted faults ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class PartByPart(Events):
+class PartByPart(EventDecoder):
     """Decodes every part by itself."""
 
-    def feed(self, data: bytes, is_last: bool = False) -> Iterator[str]:
-        return super().feed(data.decode("utf-8", "replace").encode(), is_last)
+    def feed(self, part: bytes, is_last: bool = False) -> Iterator[str]:
+        return super().feed(part.decode("utf-8", "replace").encode(), is_last)
 
 
-async def unchecked(self: Account, most: Decimal, attempts: int = 0) -> None:
-    self._reserved += most
+async def unchecked(self: Account, amount: Decimal, attempts: int = 0) -> None:
+    self._reserved += amount
 
 
 @contextmanager
@@ -194,9 +194,9 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], dict[str, Any
         attempts=4, base_s=0.02, cap_s=0.2, longest_wait_s=3.0, share=1.0, torn=True)}),
     "checks the budget after sending": (budget_is_checked_after_sending, {"budget": Decimal("0.01")}),
     "takes what broke off for free": (
-        lambda: patch.object(Account, "doubt", Account.free), {"budget": Decimal("0.02")},
+        lambda: patch.object(Account, "mark_uncertain", Account.release), {"budget": Decimal("0.02")},
     ),
-    "decodes parts that end inside a character": (lambda: patch.object(answers, "Events", PartByPart), {}),
+    "decodes parts that end inside a character": (lambda: patch.object(answers, "EventDecoder", PartByPart), {}),
 }  # fmt: skip
 """What is broken on purpose, and the settings of the run in which it must show."""
 

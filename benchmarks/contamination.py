@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from sources import PROMPTS, prompts, text_of
 
-from outrider.data.overlap.decontaminate import Evaluated
-from outrider.data.overlap.hash_files import Collector, Named, NgramHashes, read
+from outrider.data.overlap.decontaminate import EvaluationPrompts
+from outrider.data.overlap.hash_files import Collector, HashFile, NgramHashes, read
 from outrider.data.overlap.questions import Questions
 from outrider.measure.tasks import layouts
 
@@ -94,7 +94,7 @@ def load(path: Path) -> tuple[list[Pair], dict[str, list[layouts.Prompt]]]:
 
 
 def by_texts(pairs: Sequence[Pair], evaluation: Mapping[str, Sequence[layouts.Prompt]]) -> list[Judged]:
-    evaluated = Evaluated(evaluation)
+    evaluated = EvaluationPrompts(evaluation)
     overlaps = [evaluated.overlap(pair.training) for pair in pairs]
     return [
         Judged(pair, overlap is not None and (overlap.task, overlap.prompt) == pair.key)
@@ -115,7 +115,7 @@ def by_hashes(pairs: Sequence[Pair], evaluation: Mapping[str, Sequence[layouts.P
 def stored(path: Path, turns: Sequence[str]) -> NgramHashes:
     collected = Collector("prompts")
     collected.add("prompts", turns)
-    return read(Named(path, collected.save(path)))
+    return read(HashFile(path, collected.save(path)))
 
 
 def summary(judged: Sequence[Judged]) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def promised(way: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def turns_per_s(count: int) -> float:
-    evaluated = Evaluated({"quiz": prompts()})
+    evaluated = EvaluationPrompts({"quiz": prompts()})
     turns = [text_of(number) for number in range(count)]
     evaluated.overlap(turns[:1])
     began = time.process_time()

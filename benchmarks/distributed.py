@@ -33,7 +33,7 @@ from outrider.config import build
 from outrider.data.answers.store import Answer
 from outrider.data.features.live import LiveFeatures
 from outrider.drafters import dflash
-from outrider.measure import memory
+from outrider.measure import peak_memory
 from outrider.training import step, trainer
 from outrider.training.config import Config
 from outrider.training.optimizers import Optimizers
@@ -109,7 +109,7 @@ def work(job: Mapping[str, Any]) -> None:
         ]
         config = Config(**{"lr": 1e-3, "dtype": "float32", "log_every": 1, "held_out": 0} | job["train"])
         torch.manual_seed(0)
-        before = memory.peak(target.device) if memory.reset(target.device) else None
+        before = peak_memory.peak_bytes(target.device) if peak_memory.reset(target.device) else None
         model = dflash.Model(build(dflash.Config, {"kind": "dflash", **job["drafter"]}), target)
         source = LiveFeatures(target, texts, model.taps, batch=config.batch, length=256)
         held, losses, times, peaks = list[Optimizers](), list[float](), list[float](), list[int]()
@@ -121,7 +121,7 @@ def work(job: Mapping[str, Any]) -> None:
         def on_step(number: int, row: Mapping[str, Any]) -> None:
             losses.append(row["loss"])
             times.append(time.perf_counter())
-            peaks.append((memory.peak(target.device) or 0) - (before or 0))
+            peaks.append((peak_memory.peak_bytes(target.device) or 0) - (before or 0))
             if number == job.get("kill_at") and processes.rank == processes.count - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 

@@ -39,11 +39,11 @@ from benchmarks.batch_time import promise  # noqa: E402
 from benchmarks.engines.server_process import free_port  # noqa: E402
 from benchmarks.replay import provenance, publish  # noqa: E402
 from outrider import demo, load_target  # noqa: E402
+from outrider.data.answers.dialogue import Dialogue, hash_conversations  # noqa: E402
 from outrider.data.answers.ledger import Ledger  # noqa: E402
 from outrider.data.answers.regenerate import prepare  # noqa: E402
-from outrider.data.answers.server import Question  # noqa: E402
+from outrider.data.answers.server import AnswerRequest  # noqa: E402
 from outrider.data.answers.store import ANSWERS, Answer, iterate_answers  # noqa: E402
-from outrider.data.answers.talks import Talk, iterate_asked  # noqa: E402
 from outrider.data.config import Config  # noqa: E402
 from outrider.data.sources.conversations import Conversation  # noqa: E402
 from outrider.targets.hf.transformers import TransformersTarget  # noqa: E402
@@ -280,11 +280,11 @@ def compared(
 async def plain(target: TransformersTarget, asked: Sequence[Conversation], config: Config) -> int:
     """The same requests by httpx alone; the number of tokens that came back."""
     bodies, total = [], 0
-    for one in iterate_asked(asked, config):
-        talk = Talk(one)
-        talk.ask(target.tokenizer, config, target.spec.context)
-        question = Question.of(talk, config)
-        bodies.append({"prompt": question.request.prompt, "return_token_ids": True, **question.settings})
+    for one in hash_conversations(asked, config):
+        dialogue = Dialogue(one)
+        dialogue.ask(target.tokenizer, config, target.spec.context)
+        request = AnswerRequest.of(dialogue, config)
+        bodies.append({"prompt": request.request.prompt, "return_token_ids": True, **request.settings})
     several = iter(bodies)
 
     async def work(client: httpx.AsyncClient, url: str) -> None:

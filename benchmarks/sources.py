@@ -22,10 +22,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from outrider.data.answers.dialogue import hash_conversations
 from outrider.data.answers.ledger import Ledger
-from outrider.data.answers.talks import iterate_asked
 from outrider.data.config import Config, Source
-from outrider.data.overlap.decontaminate import Evaluated
+from outrider.data.overlap.decontaminate import EvaluationPrompts
 from outrider.data.sources.conversations import Skipped, from_source
 from outrider.data.sources.duplicates import content_key
 from outrider.data.sources.mixture import opening, select
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        path = Path(place) / "talks.jsonl"
+        path = Path(place) / "dialogues.jsonl"
         size_bytes = make(path, options.conversations)
         stages = {}
         for name in options.only:
@@ -67,7 +67,7 @@ def main() -> None:
     write(found, options.out)
 
 
-def text_of(number: int, kind: str = "talk") -> str:
+def text_of(number: int, kind: str = "dialogue") -> str:
     draw = random.Random(f"{kind} {number}")
     return " ".join(draw.choices(VOCABULARY, k=draw.randrange(40, 120)))
 
@@ -100,7 +100,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def chosen(path: Path, **settings: Any) -> dict[str, Any]:
-    evaluated = Evaluated({"quiz": prompts()}) if settings.pop("is_checked", False) else None
+    evaluated = EvaluationPrompts({"quiz": prompts()}) if settings.pop("is_checked", False) else None
     found = select(Config(sources=[{"path": str(path)}], **settings), evaluated=evaluated)
     return {"count": len(found), "left_out": dict(found.left_out)}
 
@@ -130,7 +130,7 @@ def ledger(path: Path) -> dict[str, Any]:
     config = Config(sources=[{"path": str(path)}])
     with tempfile.TemporaryDirectory() as place, Ledger(Path(place)) as entries, Spool(Path(place)) as spool:
         with entries.transaction():
-            for position, one in enumerate(iterate_asked(select(config), config)):
+            for position, one in enumerate(hash_conversations(select(config), config)):
                 spool.add(one)
                 entries.ask(one.prompt_hash, one.conversation.id, position)
         return {"count": entries.counts()["open"]}

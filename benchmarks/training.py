@@ -35,11 +35,11 @@ from batch_time import write
 from outrider import drafters, load_target
 from outrider.config import build
 from outrider.data.answers.store import ANSWERS, Answer, read_answers
-from outrider.data.batches import OfTexts
+from outrider.data.batches import TextFeatures
 from outrider.data.features.live import LiveFeatures
 from outrider.data.packing import packed
-from outrider.data.texts import usable
-from outrider.measure import memory
+from outrider.data.texts import CutAnswers
+from outrider.measure import peak_memory
 from outrider.nn import blocks
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.drafting import recurrent
@@ -125,7 +125,7 @@ class Bench:
         settings = build(module.Config, {"kind": kind, "anchors": LENGTH[name], **KINDS[kind]}, "drafter")
         self.model: DraftModel = module.Model(settings, target).float().train()
         length, size = LENGTH[name], BATCH[name]
-        texts = usable(read_answers(answers / ANSWERS), length)
+        texts = CutAnswers(read_answers(answers / ANSWERS), length)
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(1)).tolist()
         self.texts: list[Answer] = [texts[i] for i in order[: 64 * size]]
         self.budget = size * length // 2
@@ -148,7 +148,7 @@ class Bench:
         return [self._batch(rows) for rows in packed(texts, lengths, self.budget)]
 
     def _batch(self, rows: list[list[int]]) -> Batch:
-        return OfTexts._joined(self.source, rows)
+        return TextFeatures._joined(self.source, rows)
 
     def speed(self, steps: int) -> dict[str, Any]:
         """Seconds and losses of interleaved steps, from equal weights."""
@@ -261,15 +261,15 @@ def one_peak(answers: Path, name: str, kind: str, way: str, rows: str = "") -> A
     for step in range(2):
         batches = bench.packed(step) if way == "ours" else bench.plain(step)
         if not first:
-            memory.reset(bench.target.device)
-            before = memory.peak(bench.target.device) or 0
+            peak_memory.reset(bench.target.device)
+            before = peak_memory.peak_bytes(bench.target.device) or 0
         if way == "ours":
             optimise(model, optimizer, batches, bench.config, step, False)
         else:
             with plain_attention():
                 plain_step(model, optimizer, batches, bench.config, step)
         first = False
-    return (memory.peak(bench.target.device) or 0) - before
+    return (peak_memory.peak_bytes(bench.target.device) or 0) - before
 
 
 # ── the plan ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -42,7 +42,7 @@ from outrider.checkpoint import save
 from outrider.data.answers.store import Answer
 from outrider.data.features.live import LiveFeatures
 from outrider.export.writing import export_folder
-from outrider.measure import memory
+from outrider.measure import peak_memory
 from outrider.nn.draft_model import Batch
 from outrider.training.config import Config
 from outrider.training.step import optimise
@@ -287,10 +287,10 @@ def peak(pair: Pair, way: str) -> int:
     """Highest memory of a second step above what was there before it."""
     act = getattr(pair, way)
     act(0)
-    memory.reset(pair.bench.target.device)
-    before = memory.peak(pair.bench.target.device) or 0
+    peak_memory.reset(pair.bench.target.device)
+    before = peak_memory.peak_bytes(pair.bench.target.device) or 0
     act(1)
-    return (memory.peak(pair.bench.target.device) or 0) - before
+    return (peak_memory.peak_bytes(pair.bench.target.device) or 0) - before
 
 
 def promises(found: dict[str, Any]) -> list[dict[str, Any]]:

