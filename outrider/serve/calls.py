@@ -1,4 +1,4 @@
-"""What clients ask of the engine, what they are given, and the queue in between."""
+"""Calls to the engine, their outputs, and the queue of waiting calls."""
 
 from __future__ import annotations
 
@@ -17,71 +17,71 @@ Ending = FinishReason | Literal["cancelled", "deadline", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one step added to one call, and whether it ended."""
+    """What one step added to a call, and whether the call ended."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    """What became final of its text; of several steps that are given out together, with the last."""
+    """Text that became final; for several steps that are sent together, it comes with the last."""
     drafted: int = 0
-    """How many of the tokens, from the first on, were drafted; the rest is the target's own."""
+    """How many of the tokens, counted from the first, were drafted; the target chose the rest."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """One for each of the tokens, where `Sampling.logprobs` asks for them."""
+    """One for each token, if `Sampling.logprobs` is set."""
     finish_reason: Ending | None = None
     error: str = ""
-    """Of an ending by error: what the client may be told."""
+    """The message for the client if the call ended by an error."""
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One text that the engine writes.  Times are seconds of `time.monotonic`, 0.0 until then."""
+    """One text that the engine generates.  Times are seconds of `time.monotonic`, 0.0 until set."""
 
     request: Request
     receive: Callable[[Output], None]
-    """Called for every step's output; where, is the engine's `post`."""
+    """Called with every step's output, through the engine's `post`."""
     owner: str = ""
-    """Slots are shared fairly among owners, such as the names of API keys."""
+    """Slots are shared fairly among owners, such as API keys."""
     deadline: float | None = None
-    """A time of `time.monotonic` at which the call ends, whatever it has written."""
+    """Time of `time.monotonic` at which the call is ended."""
     number: int = -1
-    """The scheduler's, once it was admitted."""
+    """Of the scheduler, from admission on."""
     slot: int | None = None
-    """Where it is written; None before its first token."""
+    """None before its first token."""
     arrived: float = 0.0
     admitted: float = 0.0
     first: float = 0.0
-    """When its first token was written."""
+    """When its first token was generated."""
     finished: float = 0.0
     cached: int = 0
-    """Prompt tokens that were taken from the store of prefixes."""
+    """Prompt tokens that were found in the prefix cache."""
     steps: int = 0
     drafted: int = 0
     """Nodes drafted for it."""
     accepted: int = 0
     """Drafted tokens that were accepted."""
     written: int = 0
-    """Tokens written so far."""
+    """Tokens generated so far."""
     is_stored: bool = True
     """A drafter may learn from it."""
     drafts: list[tuple[int, int]] = field(default_factory=list)
-    """Of each step, where the engine has a listener: depth of its draft, and how many drafted tokens were accepted."""
+    """Depth of the draft and number of accepted tokens, per step; only if the engine has a listener."""
 
 
 class Listener(Protocol):
-    """Is told of texts by the engine, in its thread, so it returns at once."""
+    """Called by the engine in its own thread; must return at once."""
 
     def ended(self, call: Call, answer: list[int]) -> None:
-        """A text ended by itself."""
+        """A text was finished: it was not cancelled, and did not fail."""
 
     def busy(self, is_busy: bool) -> None:
-        """There are calls from now on, or none."""
+        """The engine now has calls, or has none left."""
 
 
 class EngineStopped(OutriderError):
-    """The engine takes no more calls."""
+    """The engine accepts no more calls."""
 
 
 class QueueFull(OutriderError):
-    """Too many calls are waiting; `retry_after_s` is when the next is likely to be taken."""
+    """Too many calls are waiting; the queue is likely to have room after `retry_after_s`."""
 
     def __init__(self, waiting: int, retry_after_s: float):
         super().__init__(f"{waiting} requests are waiting, which is the limit; try again in {retry_after_s:.0f} s")
@@ -89,10 +89,10 @@ class QueueFull(OutriderError):
 
 
 class WaitingCalls:
-    """Calls in the order in which they are admitted: owners by turns, each owner's first come, first served.
+    """Calls in the order of admission: round-robin by owner, first come, first served within an owner.
 
-    most: calls that wait; more only of owners who have less than their share of these places, so that nobody's calls
-    keep all others out.
+    most: size of the queue; beyond it, only owners with less than their share of it may add calls, so that no owner can
+    lock the others out.
     """
 
     def __init__(self, most: int):
@@ -107,7 +107,7 @@ class WaitingCalls:
             yield from calls
 
     def is_full(self, owner: str) -> bool:
-        """Whether there is no place for a further call of this owner."""
+        """Whether another call of this owner would be refused."""
         owners = len(self._by_owner.keys() | {owner})
         return len(self) >= self.most and len(self._by_owner.get(owner, ())) >= max(1, self.most // owners)
 
@@ -116,11 +116,11 @@ class WaitingCalls:
         self._by_owner.setdefault(call.owner, deque()).append(call)
 
     def next(self) -> Call:
-        """What `pop` would give."""
+        """The call that `pop` would return."""
         return next(iter(self._by_owner.values()))[0]
 
     def pop(self) -> Call:
-        """The next owner's first call; that owner then waits for all others' turns."""
+        """The next owner's first call; the owner moves to the end of the round."""
         owner = next(iter(self._by_owner))
         calls = self._by_owner.pop(owner)
         call = calls.popleft()
@@ -129,7 +129,7 @@ class WaitingCalls:
         return call
 
     def remove(self, call: Call) -> bool:
-        """Whether the call was waiting."""
+        """Remove a call; returns whether it was waiting."""
         calls = self._by_owner.get(call.owner, deque())
         if call not in calls:
             return False
@@ -140,14 +140,14 @@ class WaitingCalls:
 
 
 def over_by_now(calls: Sequence[Call], cancelled: Collection[Call]) -> dict[Call, Ending]:
-    """Those of them that were cancelled, or whose time is over."""
+    """The calls that were cancelled or are past their deadline, with the reason."""
     now = time.monotonic()
     late: dict[Call, Ending] = {call: "deadline" for call in calls if (call.deadline or now + 1) <= now}
     return late | {call: "cancelled" for call in calls if call in cancelled}
 
 
 def seconds_to_next(busy: Sequence[Call], slots: int) -> float:
-    """When a full queue is likely to have room: the mean time of the calls in the slots, shared by them."""
+    """Estimate of when a full queue has room again: the mean age of the running calls, divided by the slots."""
     now = time.monotonic()
     mean = sum(now - call.admitted for call in busy) / max(1, len(busy))
     return max(1.0, min(60.0, mean / slots))

@@ -1,7 +1,6 @@
-"""A drafter that can't break a request: where it raises or does not return, decoding goes on plainly.
+"""Isolates drafter failures: if a drafter raises or hangs, decoding continues without drafts.
 
-A step only asks a drafter for what it does not need: without a draft, it is plain decoding.  So whatever happens inside
-one, the target's text is not touched.
+A step does not need a draft: without one it is plain decoding.  So a failing drafter never changes the text.
 """
 
 from __future__ import annotations
@@ -26,20 +25,21 @@ log = logging.getLogger(__name__)
 
 
 def suspects(state: DecodeState, error: Exception) -> Sequence[int]:
-    """Slots that may be the reason why a step failed before its commit: those with code or grammars of their own, or
-    else all."""
-    own = [row for row in state.rows if state.requests[row].sampling.forbids]
-    return own if own and isinstance(error, ConfigError) else list(state.rows)
+    """Slots that may have made a step fail before its commit: those with grammars or processors if the error is a
+    ConfigError, else all."""
+    rows = [row for row in state.rows if state.requests[row].sampling.forbids]
+    return rows if rows and isinstance(error, ConfigError) else list(state.rows)
 
 
 class Abandoned(BaseException):
-    """Raised in a thread whose drafter came back too late: another thread decodes by now, so this one must end."""
+    """Raised in a thread whose drafter returned too late: another thread is decoding by now, so this one must end."""
 
 
 class GuardedDrafter(Drafter):
-    """Another drafter until that raises or hangs, then none.  `alarm` is told which: drafter_raised, drafter_hung."""
+    """Wraps a drafter, and switches it off when it raises or hangs."""
 
     def __init__(self, inner: Drafter, alarm: Callable[[str], None] = lambda kind: None):
+        """alarm: called with "drafter_raised" or "drafter_hung"."""
         self.inner, self.alarm = inner, alarm
         self.taps, self.limit, self.hidden = inner.taps, inner.limit, inner.hidden
         self.confidence_before_draw, self.probe_rows = inner.confidence_before_draw, inner.probe_rows
@@ -61,28 +61,28 @@ class GuardedDrafter(Drafter):
     def admit(
         self, memory: Any, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
     ) -> None:
-        self._ask(lambda: self.inner.admit(memory, rows, state, scores, lengths), None)
+        self._guard(lambda: self.inner.admit(memory, rows, state, scores, lengths), None)
 
     def static(self, memory: Any, is_greedy: bool) -> StaticDrafter:
         return self.inner.static(memory, is_greedy)
 
     def propose(self, memory: Any, state: DecodeState, budget: Tensor) -> Draft:
         slots = len(state.rows)
-        ask = lambda: Draft.checked(self.inner.propose(memory, state, budget), slots)
-        return self._ask(ask, Draft.empty(slots, state.device))
+        propose = lambda: Draft.checked(self.inner.propose(memory, state, budget), slots)
+        return self._guard(propose, Draft.empty(slots, state.device))
 
     def probe(self, memory: Any, state: DecodeState, draft: Draft) -> Probe | None:
-        return self._ask(lambda: self.inner.probe(memory, state, draft), None)
+        return self._guard(lambda: self.inner.probe(memory, state, draft), None)
 
     def observe(self, memory: Any, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
-        self._ask(lambda: self.inner.observe(memory, state, draft, accepted, scores), None)
+        self._guard(lambda: self.inner.observe(memory, state, draft, accepted, scores), None)
 
     def free(self, memory: Any, rows: Sequence[int]) -> None:
-        self._ask(lambda: self.inner.free(memory, rows), None)
+        self._guard(lambda: self.inner.free(memory, rows), None)
 
     def is_hung(self, seconds: float) -> bool:
-        """Whether a call into the drafter has taken longer; it is then switched off, and its thread will raise
-        Abandoned."""
+        """Whether a call into the drafter has taken longer; if so, the drafter is switched off, and its thread
+        will raise Abandoned."""
         with self._lock:
             since = self._busy_since
             if self.is_off or since is None or time.monotonic() - since <= seconds:
@@ -90,14 +90,14 @@ class GuardedDrafter(Drafter):
             self._switch_off("drafter_hung", f"did not return within {seconds:g} s")
             return True
 
-    def _ask(self, ask: Callable[[], T], otherwise: T) -> T:
+    def _guard(self, call: Callable[[], T], otherwise: T) -> T:
         with self._lock:
             if self.is_off:
                 return otherwise
             self._busy_since = time.monotonic()
         error: Exception | None = None
         try:
-            found = ask()
+            value = call()
         except Exception as raised:
             error = raised
         with self._lock:
@@ -105,11 +105,11 @@ class GuardedDrafter(Drafter):
                 raise Abandoned
             self._busy_since = None
             if error is None:
-                return found
+                return value
             self._switch_off("drafter_raised", f"raised {type(error).__name__}: {error}")
             return otherwise
 
     def _switch_off(self, kind: str, why: str) -> None:
         self.is_off, self.limit = True, 0
-        log.error("the drafter %s; it is switched off, and all requests are decoded plainly until a restart", why)
+        log.error("the drafter %s; it is switched off, and requests are decoded without drafts until a restart", why)
         self.alarm(kind)

@@ -12,10 +12,9 @@ from typing import Any, Literal, TypeVar
 from outrider.decoding.state import Request
 from outrider.errors import DataError
 from outrider.serve.bodies.answers import Answer, Choice, error_event
-from outrider.serve.bodies.asked import Reader
 from outrider.serve.bodies.parsing import parse, read
 from outrider.serve.bodies.refusals import Refusal, draining, internal, invalid
-from outrider.serve.bodies.schema import (
+from outrider.serve.bodies.request_models import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -24,11 +23,12 @@ from outrider.serve.bodies.schema import (
     TokenizeChat,
     TokenizeText,
 )
+from outrider.serve.bodies.requests import Reader
 from outrider.serve.calls import Call, EngineStopped, Output, QueueFull
 from outrider.serve.config import Config
 from outrider.serve.engine import INTERNAL, Engine
+from outrider.serve.fair_executor import FairExecutor
 from outrider.serve.records.request_log import Ended, RequestLog
-from outrider.serve.turns import Turns
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.text.token_texts import TokenTexts
 
@@ -116,7 +116,7 @@ class Service:
         """Those that are being answered."""
         self._tokenizer = target.tokenizer
         self._left_out = frozenset[int]() if target.detokenizer is None else frozenset(target.detokenizer.skipped)
-        self._turns = Turns(2, "outrider-read")
+        self._executor = FairExecutor(2, "outrider-read")
         self.texts = TokenTexts(target.tokenizer)
         self._shown: dict[int, str] = {}
 
@@ -216,7 +216,7 @@ class Service:
         if not is_slow:
             return work()
         try:
-            return await self._turns.run(owner, work, deadline)
+            return await self._executor.run(owner, work, deadline)
         except TimeoutError:
             raise Refusal(408, LATE, "timeout", "timeout") from None
 

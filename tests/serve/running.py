@@ -14,9 +14,9 @@ from outrider.decoding.protocols import Drafter
 from outrider.serve.config import Config
 from outrider.serve.engine import Engine
 from outrider.serve.http import server
+from outrider.serve.http.admission import Admission
 from outrider.serve.http.api import make_app
 from outrider.serve.http.connections import Connections
-from outrider.serve.http.door import Door
 from outrider.serve.http.keys import KeyRing
 from outrider.serve.records.metrics import Telemetry
 from outrider.serve.records.request_log import RequestLog
@@ -30,7 +30,7 @@ MODEL = "tiny"
 class Running:
     url: str
     service: Service
-    door: Door
+    admission: Admission
     server: server.Server
 
     @property
@@ -83,13 +83,13 @@ def running(
     config = Config(**({"port": 0, "slots": 4, "prefix_bytes": 0, "drain_s": 5.0} | settings))
     with engine_of(target, drafter, config) as (engine, post), server.bound(config) as sock:
         service = Service(engine, target, config, name=MODEL, drafters=drafters, log=log)
-        app = make_app(service, engine.telemetry, lambda: door.is_closed)
-        door = Door(app, config, KeyRing(config.keys) if config.keys else None, engine.telemetry)
+        app = make_app(service, engine.telemetry, lambda: admission.is_closed)
+        admission = Admission(app, config, KeyRing(config.keys) if config.keys else None, engine.telemetry)
         answers = threading.Event()
-        own = server.Server(door, service, post, ready=answers.set)
+        own = server.Server(admission, service, post, ready=answers.set)
         thread = threading.Thread(target=lambda: _run(own, own.serve([sock])), daemon=True)
         thread.start()
-        found = Running(server.address_of(sock), service, door, own)
+        found = Running(server.address_of(sock), service, admission, own)
         assert answers.wait(20)
         try:
             yield found

@@ -346,7 +346,7 @@ def test_a_client_that_goes_away_frees_its_slots(talker):
                 with pytest.raises(httpx.ReadTimeout):
                     client.post(f"{found.url}/v1/completions", json=body, timeout=0.3)
             assert found.settled(lambda: found.engine.running == found.engine.queued == 0, 2)
-            assert found.settled(lambda: not found.service.jobs and found.door.inside == 0)
+            assert found.settled(lambda: not found.service.jobs and found.admission.num_active == 0)
 
 
 def test_a_deadline_is_408_wherever_it_passes(talker):

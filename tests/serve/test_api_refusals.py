@@ -293,7 +293,7 @@ def test_a_socket_that_speaks_no_http_changes_nothing(server, caplog):
     upgrade = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13", "sec-websocket-key": "x"}
     assert httpx.get(server.url, headers=upgrade).status_code < 500
     assert ask(server, "/v1/completions", TEXT | {"max_tokens": 2}).status_code == 200
-    assert server.settled(lambda: server.door.inside == 0)
+    assert server.settled(lambda: server.admission.num_active == 0)
     assert "ClientDisconnect" not in caplog.text
 
 
@@ -351,7 +351,7 @@ def test_a_key_has_so_many_requests_at_once(talker, tmp_path):
             assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
             assert "this key has 1 requests running" in error_of(answer)["message"]
             assert client.post(url, json=TEXT | {"max_tokens": 1}, headers=other).status_code == 200
-        assert found.settled(lambda: found.door.inside == 0)
+        assert found.settled(lambda: found.admission.num_active == 0)
         assert client.post(url, json=TEXT | {"max_tokens": 1}, headers=headers).status_code == 200
 
 

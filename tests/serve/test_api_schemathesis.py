@@ -25,7 +25,7 @@ def server(talker: TransformersTarget) -> Iterator[Running]:
     with running(talker, max_tokens=8, timeout_s=20.0) as found:
         yield found
         assert found.settled(lambda: not found.engine.running and not found.engine.queued), "slots stay taken"
-        assert not found.engine.error and not found.service.jobs and not found.door.inside
+        assert not found.engine.error and not found.service.jobs and not found.admission.num_active
 
 
 VALID, INVALID = GenerationMode.POSITIVE, GenerationMode.NEGATIVE

@@ -31,8 +31,8 @@ def test_all_keys_are_compared_whichever_it_is(tmp_path, monkeypatch):
     file = tmp_path / "keys.json"
     first, *_ = [keys.add(file, name) for name in ("ann", "bob", "eve")]
     ring, compared = keys.KeyRing(file), []
-    fits = keys.Key.fits
-    monkeypatch.setattr(keys.Key, "fits", lambda self, given: (compared.append(self.name), fits(self, given))[1])
+    fits = keys.Key.matches
+    monkeypatch.setattr(keys.Key, "matches", lambda self, given: (compared.append(self.name), fits(self, given))[1])
     for given_key in (first.encode(), b"nobody"):
         compared.clear()
         ring.find(given_key)
@@ -51,7 +51,7 @@ def test_a_running_server_sees_what_changes(tmp_path, caplog):
     whole = file.read_text()
     file.write_text(whole[:-20])
     assert ring.find(second) is None
-    assert "no key is taken any more" in caplog.text
+    assert "no key is accepted any more" in caplog.text
     file.write_text(whole)
     os.chmod(file, 0o600)
     assert ring.find(second)
@@ -64,7 +64,7 @@ def test_a_running_server_sees_what_changes(tmp_path, caplog):
     [
         ("{", "can't read the keys"), ('{"keys": [{"name": "a"}]}', "salt"),
         ('{"keys": [{"name": "a", "salt": "zz", "sha256": "0", "made": ""}]}', "salt"),
-        ('{"key": []}', "did you mean 'keys'"), ('{"keys": []}', "holds no key, so nobody could ask"),
+        ('{"key": []}', "did you mean 'keys'"), ('{"keys": []}', "has no keys, so no request would be accepted"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_none_of_ours_is_refused(tmp_path, text, wanted):

@@ -13,8 +13,8 @@ from outrider.errors import ConfigError, DataError
 from outrider.serve.calls import Call
 from outrider.serve.engine import Engine
 from outrider.serve.learning import buffer
-from outrider.serve.learning.acceptance import Counts, change, counts_of, tokens_per_draft
 from outrider.serve.learning.buffer import FILES, Buffer, Text
+from outrider.serve.learning.live_acceptance import Counts, change, counts_of, tokens_per_draft
 from serve.running import MODEL, running
 from serve.test_engine import Caller, alone, mixed, served
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from outrider.sampling.grammar import Grammar
-from outrider.serve.bodies.asked import GAP
+from outrider.serve.bodies.requests import GAP
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.text.token_texts import Offsets, TokenTexts
 from serve.running import Running, running

@@ -19,9 +19,9 @@ from outrider.sampling.settings import Sampling
 from outrider.serve.bodies.parsing import MOST_PARTS, MOST_VALUES, read
 from outrider.serve.bodies.refusals import Refusal
 from outrider.serve.calls import Call, WaitingCalls
+from outrider.serve.fair_executor import FairExecutor
 from outrider.serve.http import keys
 from outrider.serve.http.connections import HEAD_BYTES
-from outrider.serve.turns import Turns
 from outrider.targets.hf.transformers import TransformersTarget
 from serve.running import Running, running
 
@@ -226,10 +226,10 @@ def test_threads_are_taken_by_turns_of_owners() -> None:
     """Catches eight bodies of one key that are read before another's small one, and one key that has all threads."""
 
     async def order() -> list[str]:
-        turns, done = Turns(2, "test"), list[str]()
+        executor, done = FairExecutor(2, "test"), list[str]()
 
         async def piece(owner: str, seconds: float) -> None:
-            await turns.run(owner, lambda: time.sleep(seconds))
+            await executor.run(owner, lambda: time.sleep(seconds))
             done.append(owner)
 
         tasks = [asyncio.create_task(piece("greedy", 0.1)) for _ in range(8)]
@@ -247,15 +247,15 @@ def test_work_that_waits_past_its_deadline_is_not_done() -> None:
     """Catches a deadline that begins when a thread is free, not when the request arrived."""
 
     async def late() -> list[str]:
-        turns, done = Turns(1, "test"), list[str]()
-        first = asyncio.create_task(turns.run("a", lambda: time.sleep(0.3)))
+        executor, done = FairExecutor(1, "test"), list[str]()
+        first = asyncio.create_task(executor.run("a", lambda: time.sleep(0.3)))
         await asyncio.sleep(0)
         with pytest.raises(TimeoutError):
-            await turns.run("b", lambda: done.append("b"), time.monotonic() + 0.05)
+            await executor.run("b", lambda: done.append("b"), time.monotonic() + 0.05)
         await first
-        assert await turns.run("a", lambda: 7) == 7
+        assert await executor.run("a", lambda: 7) == 7
         with pytest.raises(ZeroDivisionError):
-            await turns.run("a", lambda: 1 // 0)
+            await executor.run("a", lambda: 1 // 0)
         return done
 
     assert asyncio.run(late()) == []

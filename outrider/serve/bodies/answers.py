@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from outrider.sampling.logprobs import TokenLogprob
 from outrider.serve.bodies.refusals import Refusal
-from outrider.serve.bodies.schema import ChatRequest, TextRequest
+from outrider.serve.bodies.request_models import ChatRequest, TextRequest
 from outrider.serve.calls import Call, Ending, Output
 from outrider.serve.pieces import Pieces
 from outrider.targets.text.token_texts import Offsets, TokenTexts

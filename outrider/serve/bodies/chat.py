@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 
 from outrider.errors import DataError
 from outrider.serve.bodies.refusals import invalid
-from outrider.serve.bodies.schema import Message, Tool
+from outrider.serve.bodies.request_models import Message, Tool
 from outrider.targets.text.chat import rendered
 from outrider.targets.text.parts import text_of
 

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from outrider.config import nearest, once
 from outrider.serve.bodies.refusals import Refusal, invalid
-from outrider.serve.bodies.schema import MAX_BIASES, MAX_STOPS, MIN_TEMPERATURE, MOST_KEYS
+from outrider.serve.bodies.request_models import MAX_BIASES, MAX_STOPS, MIN_TEMPERATURE, MOST_KEYS
 
 REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "audio": ((), "targets write text alone; leave it out"),

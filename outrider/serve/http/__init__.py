@@ -1,1 +1,1 @@
-"""The server on the network: routes, keys, admission and the pages it serves."""
+"""The HTTP server: routes, API keys, admission and the live page."""

@@ -1,8 +1,8 @@
-"""Connections before a request is admitted: what a stranger may cost in memory, time and sockets.
+"""Limits on connections before a request is admitted: memory, time and sockets.
 
-uvicorn limits neither the head of a request nor how long it takes to come, so its protocol is given both here.  A
-connection that answers nothing yet is *waiting*; where there are too many, the address that has the most loses its
-oldest waiting one, so that whoever fills the server with idle sockets closes the own ones.
+uvicorn limits neither the size of a request's head nor how long it may take to arrive; this protocol does.  A
+connection without a request in progress is *waiting*.  When there are too many, the address with the most waiting ones
+loses its oldest, so a client that floods the server with idle sockets closes its own.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_BYTES = 64 * 1024
-"""Most bytes of a request's line and headers, and of anything else that is no part of its body."""
+"""Most bytes of a request's line and headers, and of anything else outside its body."""
 HEAD_S = 10.0
-"""Seconds in which a head has to come, from the first byte on, or from the opening of the connection."""
+"""Seconds within which a head has to arrive, from its first byte or from the opening of the connection."""
 PIPELINED = 16
-"""Most requests of one connection that wait for an earlier one's answer."""
+"""Most pipelined requests of one connection."""
 RESERVED = 64
-"""Files that a process opens beside its connections."""
+"""File descriptors reserved for other uses than connections."""
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 class Connections:
-    """The connections of a server, of all addresses."""
+    """The connections of a server, from all addresses."""
 
     def __init__(self, most: int, of_address: int, head_s: float = HEAD_S):
-        """most: fewer where the process may open fewer files.  of_address: most waiting ones of one address."""
+        """most: lowered if the process may open fewer files.  of_address: most waiting ones of one address."""
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        room = most if files == resource.RLIM_INFINITY else min(most, max(8, files - RESERVED))
-        self.most, self.of_address, self.head_s = room, of_address, head_s
+        self.most = most if files == resource.RLIM_INFINITY else min(most, max(8, files - RESERVED))
+        self.of_address, self.head_s = of_address, head_s
         self.open: set[Connection] = set()
         self.waiting: dict[Connection, str] = {}
-        """With their addresses, the oldest first."""
+        """Their addresses, the oldest first."""
 
     def opened(self, connection: Connection) -> None:
         self.open.add(connection)
         self.waits(connection)
 
     def waits(self, connection: Connection) -> None:
-        """It answers nothing; where there are too many such, one is closed."""
+        """The connection has no request in progress; closes one if there are too many."""
         self.waiting[connection] = connection.address
         counts = Counter(self.waiting.values())
         if counts[connection.address] > self.of_address:
@@ -58,18 +58,20 @@ class Connections:
         self.waiting.pop(connection, None)
 
     def _close_oldest(self, address: str) -> None:
-        oldest = next(one for one, its in self.waiting.items() if its == address)
+        oldest = next(connection for connection, of in self.waiting.items() if of == address)
         self.closed(oldest)
         oldest.end()
 
 
 class Connection(HttpToolsProtocol):
-    """One connection, with limits for what comes before and beside a body."""
+    """One connection, with limits on everything outside a body."""
 
     def __init__(self, limits: Connections, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
         self.limits, self.address = limits, ""
-        self._head = self._unread = 0  # bytes of this head, and bytes since the last part of a body
+        self._head_bytes = 0
+        self._unread = 0
+        """Bytes since the last part of a body."""
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -93,11 +95,11 @@ class Connection(HttpToolsProtocol):
         if self._unread > HEAD_BYTES:
             self.end(TOO_LARGE)
 
-    # ── what the parser finds ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── the parser's callbacks ────────────────────────────────────────────────────────────────────────────────────────
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head = 0
+        self._head_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -132,15 +134,15 @@ class Connection(HttpToolsProtocol):
         if not self.transport.is_closing():
             super().send_400_response(msg)
 
-    # ── ends ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── closing ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def is_waiting(self) -> bool:
-        """Whether no request is being answered."""
+        """No request is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
     def end(self, answer: bytes = b"") -> None:
-        """Close the connection, with an answer where none was begun."""
+        """Close the connection, after this answer if none was begun."""
         if self.transport.is_closing():
             return
         if answer and self.is_waiting:
@@ -148,8 +150,8 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
     def _count(self, size: int) -> None:
-        self._head += size
-        if self._head > HEAD_BYTES:
+        self._head_bytes += size
+        if self._head_bytes > HEAD_BYTES:
             self.end(TOO_LARGE)
             raise ValueError("the head is too large")
 

@@ -1,4 +1,4 @@
-"""The live page at /: one file, and the policy under which a browser runs nothing but what is in it."""
+"""The live page at /: one file, and a Content-Security-Policy that allows only the script and style in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POLICY = (
 
 @cache
 def page() -> tuple[str, str]:
-    """The page, and its Content-Security-Policy: hashes of its own script and style, and requests to its own server."""
+    """The page, and its policy: the hashes of its script and style, and requests to its own server."""
     html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     return html, POLICY.format(scripts=_hashes(html, "script"), styles=_hashes(html, "style"))
 

@@ -28,9 +28,9 @@ from outrider.errors import OutriderError
 from outrider.loading import load_drafter
 from outrider.serve.calls import Call
 from outrider.serve.engine import Engine
-from outrider.serve.learning.acceptance import Change, Counts, change, counts_of
 from outrider.serve.learning.buffer import Text
 from outrider.serve.learning.folder import JOB_LOG, Folder, State
+from outrider.serve.learning.live_acceptance import Change, Counts, change, counts_of
 from outrider.targets.protocol import Target
 
 log = logging.getLogger("outrider.serve")

@@ -15,7 +15,7 @@ import torch
 from outrider import generation
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
-from outrider.gate.outcome import Outcome
+from outrider.gate.outcome import GateOutcome
 from outrider.gate.policy import Policy, Rule
 from outrider.gate.verdict import gate
 from outrider.report.bootstrap import Interval
@@ -35,7 +35,7 @@ class Trial(NamedTuple):
 
     new: Report
     old: Report
-    outcome: Outcome
+    outcome: GateOutcome
 
     @property
     def gain(self) -> Interval | None:

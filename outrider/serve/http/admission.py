@@ -1,4 +1,4 @@
-"""Who may come in, and how many: keys, names of this machine, requests at once, and whether the server is stopping."""
+"""Admission of requests: API keys, host names, concurrent requests per key, and whether the server is stopping."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = {"/", "/health", "/metrics", "/stats", "/openapi.json"}
-"""Pages without text of anybody, as in vLLM: no key is needed, and they are there while the server is stopping."""
+"""Pages that show nobody's text, as in vLLM: they need no key, and are served while the server is stopping."""
 LOCAL = {"localhost", "ip6-localhost"}
 
 
-class Door:
-    """Lets requests into an app, which finds in `scope["state"]` their `owner`, and when they `arrived`, in seconds of
-    `time.monotonic`."""
+class Admission:
+    """Admits requests to an app, which finds their `owner` and when they `arrived`, in seconds of `time.monotonic`, in
+    `scope["state"]`."""
 
     def __init__(self, app: App, config: Config, keys: KeyRing | None, telemetry: Telemetry):
         self.app, self.config, self.keys, self.telemetry = app, config, keys, telemetry
         self.is_closed = False
-        """The server is stopping: nobody comes in any more."""
-        self.inside = 0
-        """Requests that are being answered, those for open pages left out."""
-        self._of_key: Counter[str] = Counter()
-        # a page of another site can make a browser call a name of its own that leads to this machine
-        own = LOCAL | {socket.gethostname().lower(), config.host.lower()}
-        self._names = None if keys is not None else own | {name.lower() for name in config.hosts}
+        """The server is stopping and admits no more requests."""
+        self.num_active = 0
+        """Requests that are being answered, without those for open pages."""
+        self._active_by_key: Counter[str] = Counter()
+        # DNS rebinding: a page of another site can make a browser call a name of that site that leads to this machine
+        names = LOCAL | {socket.gethostname().lower(), config.host.lower()}
+        self._names = None if keys is not None else names | {name.lower() for name in config.hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -53,24 +53,24 @@ class Door:
             self._check_host(scope)
             key = None if is_open else self._admitted(scope)
         except Refusal as refusal:
-            await reply(refusal)(scope, receive, send)
+            await response_to(refusal)(scope, receive, send)
             return
         if is_open:
-            await self._answered(scope, receive, send)
+            await self._answer(scope, receive, send)
             return
         owner = "" if key is None else key.identity
         scope.setdefault("state", {}).update(owner=owner, arrived=time.monotonic())
-        self.inside += 1
-        self._of_key[owner] += 1
+        self.num_active += 1
+        self._active_by_key[owner] += 1
         try:
-            await self._answered(scope, receive, send)
+            await self._answer(scope, receive, send)
         finally:
-            self.inside -= 1
-            self._of_key[owner] -= 1
-            if not self._of_key[owner]:
-                del self._of_key[owner]
+            self.num_active -= 1
+            self._active_by_key[owner] -= 1
+            if not self._active_by_key[owner]:
+                del self._active_by_key[owner]
 
-    async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_whole = False
 
         async def watched(message: MutableMapping[str, Any]) -> None:
@@ -80,31 +80,31 @@ class Door:
 
         try:
             await self.app(scope, receive, watched)
-        except ClientDisconnect:  # before its request was here
+        except ClientDisconnect:  # before its request had arrived
             return
         except Exception:
             log.exception("a request failed")
-            if not is_whole:  # the connection ends in the middle of the answer, so that nobody takes it for a whole one
+            if not is_whole:  # breaks the connection off, so that no client takes the answer for a complete one
                 raise
 
     def _admitted(self, scope: Scope) -> Key | None:
-        """The key of a request.  Raises Refusal."""
+        """The key of an admitted request; None where no keys are configured.  Raises Refusal."""
         if self.is_closed:
             self.telemetry.refused("stopping")
             raise draining()
         if self.keys is None:
             return None
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, secret = given.partition(b" ")
+        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, secret = header.partition(b" ")
         key = self.keys.find(secret.strip()) if scheme.lower() == b"bearer" else None
         if key is None:
             self.telemetry.refused("unauthorized")
-            what = "this key is unknown, or was revoked" if given else "no key was given"
-            raise Refusal(401, f"{what}; send the header `Authorization: Bearer KEY`", code="invalid_api_key")
-        most = key.concurrent or self.config.concurrent
-        if self._of_key[key.identity] >= most:
+            problem = "this key is unknown, or was revoked" if header else "no key was given"
+            raise Refusal(401, f"{problem}; send the header `Authorization: Bearer KEY`", code="invalid_api_key")
+        limit = key.concurrent or self.config.concurrent
+        if self._active_by_key[key.identity] >= limit:
             self.telemetry.refused("key_busy")
-            message = f"this key has {most} requests running, which is its limit; wait for one to end"
+            message = f"this key has {limit} requests running, which is its limit; wait for one to end"
             raise Refusal(429, message, code="too_many_requests", retry_after_s=1)
         return key
 
@@ -114,8 +114,8 @@ class Door:
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         origins = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
         sites = [text.partition("://")[2] for text in origins if text.startswith(("http://", "https://"))]
-        foreign = [host for host in hosts if not (self._is_own(_name_of(host)) or _is_address(_name_of(host)))]
-        foreign += [site for site in sites if not (self._is_own(_name_of(site)) or [site] == hosts)]
+        foreign = [host for host in hosts if not (self._is_ours(_name_of(host)) or _is_address(_name_of(host)))]
+        foreign += [site for site in sites if not (self._is_ours(_name_of(site)) or [site] == hosts)]
         if foreign:
             self.telemetry.refused("unknown_host")
             raise Refusal(
@@ -123,11 +123,11 @@ class Door:
                 f"serve.hosts={_name_of(foreign[0])[:80]}, or with keys", code="unknown_host",
             )  # fmt: skip
 
-    def _is_own(self, name: str) -> bool:
+    def _is_ours(self, name: str) -> bool:
         return not name or name in (self._names or ()) or name.endswith(".localhost")
 
 
-def reply(refusal: Refusal) -> JSONResponse:
+def response_to(refusal: Refusal) -> JSONResponse:
     return JSONResponse(refusal.body, refusal.status, refusal.headers)
 
 

@@ -130,7 +130,7 @@ class Speculative(Body):
     """Member of the server's `mix` that drafts."""
 
 
-class Asked(Body):
+class GenerationBody(Body):
     """What completions and chats have in common."""
 
     model: str | None = None
@@ -189,7 +189,7 @@ class Asked(Body):
     """No effect: beginnings of prompts are shared where they are equal."""
 
 
-class CompletionRequest(Asked):
+class CompletionRequest(GenerationBody):
     """Body of /v1/completions."""
 
     prompt: (
@@ -283,7 +283,7 @@ class Tool(Body):
 Variables = Annotated[dict[str, str | float | bool], Field(max_length=MOST_KEYS), BeforeValidator(_few)]
 
 
-class ChatRequest(Asked):
+class ChatRequest(GenerationBody):
     """Body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), _at_most(MOST_MESSAGES)]

@@ -1,4 +1,4 @@
-"""Work in a few threads, by turns of those for whom it is done."""
+"""A small thread pool that is shared fairly among owners."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-Piece = tuple["asyncio.Future[Any]", Callable[[], Any]]
+Task = tuple["asyncio.Future[Any]", Callable[[], Any]]
 
 
-class Turns:
-    """Runs pieces of work in threads: owners by turns, and of each owner one piece at a time.  For one event loop.
+class FairExecutor:
+    """Runs tasks in threads, round-robin by owner and one task of an owner at a time.  For one event loop.
 
-    So a piece of an owner who has few waits for one piece of another at most, however many that one has.
+    So an owner with few tasks never waits for more than one task of another owner.
     """
 
     def __init__(self, threads: int, name: str):
         self.threads = threads
         self._pool = ThreadPoolExecutor(threads, name)
-        self._waiting: dict[str, deque[Piece]] = {}
+        self._waiting: dict[str, deque[Task]] = {}
         self._running: set[str] = set()
 
     async def run(self, owner: str, work: Callable[[], T], deadline: float | None = None) -> T:
-        """What `work` returns.  Raises TimeoutError where that is not known at `deadline`, of `time.monotonic`; work
-        that was not begun by then is left out."""
+        """The return value of `work`.  Raises TimeoutError at `deadline`, of `time.monotonic`; work that has not begun
+        by then is dropped."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append((future, work))
         self._begin()
         async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
-            found: T = await future
-        return found
+            value: T = await future
+        return value
 
     def _begin(self) -> None:
         while len(self._running) < self.threads:
-            owner = next((one for one in self._waiting if one not in self._running), None)
+            owner = next((owner for owner in self._waiting if owner not in self._running), None)
             if owner is None:
                 return
-            pieces = self._waiting.pop(owner)
-            future, work = pieces.popleft()
-            if pieces:
-                self._waiting[owner] = pieces  # behind all others
+            tasks = self._waiting.pop(owner)
+            future, work = tasks.popleft()
+            if tasks:
+                self._waiting[owner] = tasks  # behind all others
             if not future.cancelled():
                 self._running.add(owner)
                 done = asyncio.get_running_loop().run_in_executor(self._pool, work)

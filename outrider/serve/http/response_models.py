@@ -1,4 +1,4 @@
-"""What answers look like, for the OpenAPI document; `answers` makes them."""
+"""Models of the responses, for the OpenAPI document; `bodies.answers` builds them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Model(Reply):
     created: int
     owned_by: str
     max_model_len: int
-    """Most tokens of a prompt with its answer."""
+    """Most tokens of a prompt and its answer together."""
 
 
 class Models(Reply):
@@ -42,7 +42,7 @@ class Models(Reply):
 
 class CachedTokens(Reply):
     cached_tokens: int
-    """Tokens of the prompt that an earlier request had brought."""
+    """Tokens of the prompt that were found in the prefix cache."""
 
 
 class Usage(Reply):
@@ -53,15 +53,15 @@ class Usage(Reply):
 
 
 class Drafts(Reply):
-    """Of all choices together, in their order."""
+    """Of all choices together, in order."""
 
     steps: int
     drafted: int
     accepted: int
     drafted_tokens: list[bool]
-    """Of each token of the answer: whether it was drafted."""
+    """For each token of the answer, whether it was drafted."""
     pieces: list[tuple[str, bool]]
-    """The text in parts that were drafted and parts that were not."""
+    """The text, split into drafted and other parts."""
 
 
 class CompletionLogprobs(Reply):
@@ -128,6 +128,12 @@ class ChatCompletion(Reply):
     outrider: Drafts | None = None
 
 
+class Event(Reply):
+    """A server-sent event of a stream."""
+
+    data: str
+
+
 class Tokens(Reply):
     tokens: list[int]
     count: int
@@ -140,7 +146,7 @@ class DetokenizedText(Reply):
 
 class Health(Reply):
     status: Literal["ok", "degraded", "stopping", "failed"]
-    """degraded: the drafter was switched off, and answers are decoded plainly."""
+    """degraded: the drafter was switched off, and answers are decoded without drafts."""
 
 
 Stats = dict[str, Any]

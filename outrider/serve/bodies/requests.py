@@ -16,7 +16,7 @@ from outrider.sampling.grammar import Grammar
 from outrider.sampling.settings import Sampling
 from outrider.serve.bodies import chat
 from outrider.serve.bodies.refusals import Refusal, invalid
-from outrider.serve.bodies.schema import (
+from outrider.serve.bodies.request_models import (
     MIN_TEMPERATURE,
     ChatRequest,
     CompletionRequest,
