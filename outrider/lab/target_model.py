@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from outrider.lab.probe_rows import rows_after
-from outrider.nn.draft_model import Batch, DraftModel, Drawn, draw
-from outrider.nn.rows import DetachedRows, Labelled
+from outrider.nn.draft_model import Batch, DraftModel
+from outrider.nn.rows import Anchors, DetachedRows, RowLabels, sample_anchors
 from outrider.targets.cache.attention_mask import positions
 from outrider.targets.hf import causal_lm
 from outrider.targets.load import load_target
@@ -97,8 +97,8 @@ class ProbedTargetModel(TargetModel):
         return causal_lm.states(self.lm, None, **given | {"use_cache": False, "inputs_embeds": embedded})
 
     def predict(self, batch: Batch) -> Rows:
-        drawn = draw(batch, self.config.anchors, 2, self.block)
-        return Rows(self, batch, drawn, self.read(batch.tokens, batch.documents, drawn.at))
+        anchors = sample_anchors(batch, self.config.anchors, 2, self.block)
+        return Rows(self, batch, anchors, self.read(batch.tokens, batch.documents, anchors.at))
 
 
 def rows_of(documents: Tensor, at: Tensor, count: int, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -118,11 +118,11 @@ class Rows(DetachedRows):
 
     Each has beside it the state of the text that has the same label."""
 
-    def __init__(self, model: TargetModel, batch: Batch, drawn: Drawn, states: Tensor):
-        """drawn: the positions, and which of their rows are learnt.  states: as `model.read` gives them."""
+    def __init__(self, model: TargetModel, batch: Batch, anchors: Anchors, states: Tensor):
+        """states: as `model.read` returns them."""
         length, block = batch.tokens.shape[1], model.block
-        b, a, depth = drawn.learnt.nonzero().unbind(-1)
-        label = drawn.labels_at[b, a, depth]
-        weight, number = torch.ones(len(b), device=b.device), b * drawn.at.shape[1] + a
+        b, a, depth = anchors.loss_mask.nonzero().unbind(-1)
+        label = anchors.labels_at[b, a, depth]
+        weight, number = torch.ones(len(b), device=b.device), b * anchors.at.shape[1] + a
         both = torch.cat([states[b, length + a * block + depth], states[b, label - 1]], -1)
-        super().__init__(model, both, batch.final, Labelled.of(batch, b, label, weight, depth, number))
+        super().__init__(model, both, batch.final, RowLabels.of(batch, b, label, weight, depth, number))

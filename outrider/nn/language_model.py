@@ -15,7 +15,7 @@ from outrider.config import Config as Base
 from outrider.decoding.draft import Draft, padded
 from outrider.errors import ConfigError
 from outrider.nn.draft_model import Batch
-from outrider.nn.rows import DetachedRows, Labelled
+from outrider.nn.rows import DetachedRows, RowLabels
 from outrider.targets.cache.slots import SlotCache
 from outrider.targets.gguf.files import locate
 from outrider.targets.hf.causal_lm import folder
@@ -90,5 +90,5 @@ class TokenRows(DetachedRows):
         follows = batch.loss_mask[:, 1:] & (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] > 0)
         text, at = follows.nonzero(as_tuple=True)
         every = torch.arange(len(at), device=at.device)
-        rows = Labelled.of(batch, text, at + 1, torch.ones_like(every, dtype=torch.float), 0 * every, every)
+        rows = RowLabels.of(batch, text, at + 1, torch.ones_like(every, dtype=torch.float), 0 * every, every)
         super().__init__(model, model.read(batch.tokens, documents)[text, at], batch.final, rows)

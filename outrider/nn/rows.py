@@ -1,9 +1,9 @@
-"""Predictions whose heads run chunk by chunk on a detached copy of the states.
+"""Rows of predictions: where they start, their labels, and heads that run chunk by chunk.
 
-So logits over a large vocabulary never exist whole; `backward` sends their gradient through the rest of the model at
-once.
+The heads read a detached copy of the states, so logits over a large vocabulary never exist whole; `backward` sends
+their gradient through the rest of the model at once.
 
-M rows, H hidden size, V vocabulary.
+B sequences, S tokens, A anchors of a sequence, D depths, M rows, m rows of one chunk, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,12 +14,98 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.nn.draft_model import Batch, drawn, labelled
+from outrider.nn.draft_model import Batch
 from outrider.nn.draft_vocabulary import DraftVocabulary
 from outrider.nn.top_logprobs import TopLogprobs
+from outrider.targets.cache.attention_mask import positions
+
+# ── anchors: the positions that are drafted from ──────────────────────────────────────────────────────────────────────
 
 
-class Labelled(NamedTuple):
+class Anchors(NamedTuple):
+    """Positions that a batch is drafted from."""
+
+    at: Tensor
+    """[B, A] int64, ascending."""
+    live: Tensor
+    """[B, A] bool, False for padding."""
+    labels_at: Tensor
+    """[B, A, D] int64, position of the token that each depth predicts; arbitrary where `loss_mask` is False."""
+    loss_mask: Tensor
+    """[B, A, D] bool: the label and those of all smaller depths are trained and belong to the anchor's text."""
+
+
+def sample_anchors(batch: Batch, most: int, first: int, depths: int) -> Anchors:
+    """Up to `most` anchors per text, sampled without replacement from those whose first label is trained.
+
+    An anchor's first label is `first` tokens after it.
+    """
+    whole = batch.whole
+    every = torch.arange(whole.tokens.shape[1] - first, device=whole.tokens.device).expand(len(whole.tokens), -1)
+    is_trained = label_positions(whole, every, first, 1)[1][..., 0]
+    at, live = map(batch.own, sample_positions(is_trained, most, whole))
+    labels_at, loss_mask = label_positions(batch, at, first, depths)
+    return Anchors(at, live, labels_at, loss_mask & live[..., None])
+
+
+def label_positions(batch: Batch, at: Tensor, first: int, depths: int) -> tuple[Tensor, Tensor]:
+    """Positions of the D labels of anchors `at` [B, A], from `at` + `first` on, and their loss mask; both [B, A, D].
+
+    The loss mask is True if the label and those of all smaller depths are trained and belong to the anchor's text.
+    """
+    length = batch.tokens.shape[1]
+    unclamped = at[..., None] + first + torch.arange(depths, device=at.device)
+    labels_at = unclamped.clamp(max=length - 1)
+    is_same_text = _at(batch.documents, labels_at) == batch.documents.gather(1, at)[..., None]
+    return labels_at, (_at(batch.loss_mask, labels_at) & is_same_text & (unclamped < length)).cumprod(-1).bool()
+
+
+def sample_positions(live: Tensor, most: int, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Up to `most` live positions per text, sampled without replacement: [B, A] ascending, and which of them are live.
+
+    live [B, n], of the batch's first n positions.
+    """
+    # on the CPU, whose random state a checkpoint stores
+    chance = torch.rand(live.shape).to(live.device).masked_fill(~live, -1.0)
+    if batch.per_row > 1:
+        chance = chance.masked_fill(_rank_in_text(chance, batch.documents[:, : live.shape[1]]) >= most, -1.0)
+    # no wider than the fullest row: padding would go through the model and the head for nothing
+    best = chance.topk(max(1, min(most * batch.per_row, int(live.sum(1).max()))), dim=1)
+    at, order = best.indices.sort(1)
+    return at, best.values.gather(1, order) >= 0
+
+
+def _at(values: Tensor, at: Tensor) -> Tensor:
+    """values [B, S] at positions [B, A, D]."""
+    return values.gather(1, at.flatten(1)).view(at.shape)
+
+
+def _rank_in_text(chance: Tensor, documents: Tensor) -> Tensor:
+    """How many positions of the same text have a larger chance, [B, n].  chance [B, n], at most 1."""
+    # float64: adding the text's number must not round the chance
+    order = (2.0 * documents.double() - chance).argsort(1)
+    return torch.zeros_like(order).scatter(1, order, positions(documents.gather(1, order)))
+
+
+def pair_mask(documents: Tensor) -> Tensor:
+    """Attention mask of pairs (see `nn.memory`), [B, S - 1, S - 1] bool: each attends to itself and to earlier pairs of
+    its text.
+
+    A position whose next token is padding or of another text has no pair: it attends only to itself, and nothing else
+    attends to it.
+    """
+    text = documents[:, 1:]
+    is_pair = (text == documents[:, :-1]) & (text > 0)
+    index = torch.arange(text.shape[1], device=text.device)
+    is_same_text = text[:, :, None] == text[:, None, :]
+    before = is_same_text & is_pair[:, None, :] & is_pair[:, :, None] & (index[:, None] >= index)
+    return before | (index[:, None] == index)
+
+
+# ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class RowLabels(NamedTuple):
     """Labels of a batch's rows, each [M]."""
 
     labels: Tensor
@@ -31,40 +117,40 @@ class Labelled(NamedTuple):
     """Index of the target's hidden state that predicts the label."""
 
     @classmethod
-    def of(cls, batch: Batch, text: Tensor, at: Tensor, weight: Tensor, depth: Tensor, block: Tensor) -> Labelled:
+    def of(cls, batch: Batch, text: Tensor, at: Tensor, weight: Tensor, depth: Tensor, block: Tensor) -> RowLabels:
         """Rows labelled with the tokens at positions `at` of these texts, all [M]."""
         return cls(batch.tokens[text, at], weight, depth, block, text * batch.tokens.shape[1] + at - 1)
 
     @classmethod
-    def blocks(cls, batch: Batch, text: Tensor, at: Tensor, weight: Tensor) -> Labelled:
-        """As `of` for blocks of K rows, row k of each of depth k.  text [P]; at and weight [P, K]."""
-        depths, row = at.shape[1], torch.arange(at.numel(), device=at.device)
-        return cls.of(
-            batch, text.repeat_interleave(depths), at.flatten(), weight.flatten(), row % depths, row // depths
-        )
+    def blocks(cls, batch: Batch, text: Tensor, at: Tensor, weight: Tensor) -> RowLabels:
+        """As `of`, for blocks of D rows, the rows of each in order of depth.  text [P]; at and weight [P, D]."""
+        depths = at.shape[1]
+        row = torch.arange(at.numel(), device=at.device)
+        text = text.repeat_interleave(depths)
+        return cls.of(batch, text, at.flatten(), weight.flatten(), row % depths, row // depths)
 
 
-def rollouts(batch: Batch, depths: int, most: int | None, decay: float) -> tuple[Tensor, Tensor, Labelled]:
-    """Blocks of K rows after the positions of a batch where there is something to learn, at most `most` a text.
+def rollouts(batch: Batch, depths: int, most: int | None, decay: float) -> tuple[Tensor, Tensor, RowLabels]:
+    """Blocks of D rows after the positions whose first label is trained, at most `most` per text.
 
-    Row s is labelled with token i + 2 + s and weighs decay ** s.  Returns which positions, [B, S - 2] bool, positions
-    of the labels, [P, K], and the rows.
+    Row s is labelled with token i + 2 + s and weighs decay ** s.  Returns a mask of the positions, [B, S - 2] bool,
+    positions of the labels, [P, D], and the rows.
     """
     at = torch.arange(max(1, batch.tokens.shape[1] - 2), device=batch.tokens.device).expand(len(batch.tokens), -1)
-    labels_at, learnt = labelled(batch, at, 2, depths)
-    live = learnt[..., 0]
+    labels_at, loss_mask = label_positions(batch, at, 2, depths)
+    live = loss_mask[..., 0]
     if most is not None and most < live.shape[1]:
-        every = labelled(batch.whole, at[:1].expand(len(batch.whole.tokens), -1), 2, 1)[1][..., 0]
-        live = torch.zeros_like(live).scatter(1, *map(batch.own, drawn(every, most, batch.whole)))
-    weight = learnt[live] * decay ** torch.arange(depths, device=at.device)
-    return live, labels_at[live], Labelled.blocks(batch, live.nonzero()[:, 0], labels_at[live], weight)
+        every = label_positions(batch.whole, at[:1].expand(len(batch.whole.tokens), -1), 2, 1)[1][..., 0]
+        live = torch.zeros_like(live).scatter(1, *map(batch.own, sample_positions(every, most, batch.whole)))
+    weight = loss_mask[live] * decay ** torch.arange(depths, device=at.device)
+    return live, labels_at[live], RowLabels.blocks(batch, live.nonzero()[:, 0], labels_at[live], weight)
 
 
 class DetachedRows:
     """`Predictions` of states [M, H], which the model's own `logits` turns into logits."""
 
-    def __init__(self, model: Any, states: Tensor, final: Tensor | TopLogprobs, rows: Labelled):
-        """final: the target's hidden states [..., H], or its likeliest tokens, of which `rows.hidden_at` counts."""
+    def __init__(self, model: Any, states: Tensor, final: Tensor | TopLogprobs, rows: RowLabels):
+        """final: the target's hidden states [..., H], or its likeliest tokens; `rows.hidden_at` indexes them."""
         self.model, self.target, self.vocabulary = model, model.target, model.target.spec.vocabulary
         self.labels, self.weight, self.depth, self.block, self._hidden_at = rows
         self._drafted: DraftVocabulary | None = model.reduced
@@ -73,7 +159,7 @@ class DetachedRows:
         self._final = final.flat() if isinstance(final, TopLogprobs) else final.flatten(0, -2)
         self._states, self.states = states, states.detach()
         self._leaves: dict[tuple[int, int], Tensor] = {}
-        """The chunks handed out, by their first row and the one after their last: their states."""
+        """States of the chunks handed out, by (start, stop)."""
         self._gradient: Tensor | None = None
 
     def head(self, states: Tensor, rows: slice) -> Tensor:
@@ -85,16 +171,16 @@ class DetachedRows:
             with torch.no_grad():
                 target = self.target_logits(part)
             draft = self.head(self.leaf(part), part)
-            found = [(draft if self._drafted is None else self._drafted.with_others(draft), target, part)]
+            chunk = [(draft if self._drafted is None else self._drafted.with_others(draft), target, part)]
             del draft
             del target
-            yield found.pop()  # nothing of it stays here, so that one chunk's logits are gone before the next one's
+            yield chunk.pop()  # no reference stays here, so that one chunk's logits are freed before the next one's
             self._collect()
 
     def leaf(self, part: slice) -> Tensor:
         """These rows' states [m, H], which collect the chunk's gradient.
 
-        One leaf for a chunk: the gradient of a slice of one for all would be as long as all of them, in every chunk.
+        Each chunk has its own leaf: the gradient of a slice of a shared one would be as long as all rows.
         """
         key = part.start, part.stop
         if key not in self._leaves:
@@ -106,7 +192,7 @@ class DetachedRows:
         return self._logits_of(self._hidden_at[part])
 
     def _logits_of(self, at: Tensor) -> Tensor:
-        """The target's logits [m, V] of its final states of these numbers."""
+        """The target's logits [m, V] of its final states at these indices."""
         drafted = self._drafted
         if isinstance(self._final, TopLogprobs):
             return self._final.logits(at, self.vocabulary) if drafted is None else drafted.reduced_top(self._final, at)
@@ -128,7 +214,7 @@ class DetachedRows:
         return self.model.figures(self, rows, draft, target)
 
     def _collect(self) -> None:
-        """Add the chunks' gradients to that of all rows.  Kept, one could hold on to the logits that it came from."""
+        """Add the chunks' gradients to that of all rows, then drop the leaves, which could keep their logits alive."""
         for (start, stop), leaf in self._leaves.items():
             if leaf.grad is not None:
                 if self._gradient is None:
@@ -143,11 +229,11 @@ class DetachedRows:
 
 
 class SharedLabels(DetachedRows):
-    """Neighbouring rows are labelled by the same hidden states, whose logits are computed once."""
+    """Rows that share labels: the target's logits of each hidden state are computed once."""
 
     def target_logits(self, part: slice) -> Tensor:
-        which, back = self._hidden_at[part].unique(return_inverse=True)
-        return self._logits_of(which)[back]
+        hidden_at, inverse = self._hidden_at[part].unique(return_inverse=True)
+        return self._logits_of(hidden_at)[inverse]
 
 
 def whole_blocks(block: Tensor, rows: int) -> Iterator[slice]:

@@ -8,7 +8,8 @@ from conftest import batch_of, cases, fast
 
 from outrider import drafters
 from outrider.data.packing import packed, side_by_side
-from outrider.nn.draft_model import Batch, DraftModel, drawn
+from outrider.nn.draft_model import Batch, DraftModel
+from outrider.nn.rows import sample_positions
 
 TRAINABLE = pytest.mark.parametrize("case", fast(case for case in cases() if case.trains))
 LENGTHS = (24, 15, 13, 11, 9)
@@ -73,7 +74,7 @@ def test_anchors_are_drawn_for_every_text_of_a_row_as_if_it_stood_alone():
     live = (documents > 0) & (torch.arange(22) != 4)
     batch = Batch(documents, live, documents, documents[..., None, None], documents[..., None], per_row=3)
     torch.manual_seed(0)
-    at, there = drawn(live, 5, batch)
+    at, there = sample_positions(live, 5, batch)
     assert at.shape == (400, 15) and bool((at.diff() > 0).all())
     chosen = torch.zeros_like(live).scatter(1, at, there)
     assert not (chosen & ~live).any()

@@ -13,6 +13,7 @@ from tiny import randomise
 from outrider.checkpoint import load_model, manifest_of, save
 from outrider.decoding.draft import Draft
 from outrider.drafters import dflash, dflash2
+from outrider.drafters.dflash2.convolution import DynamicConvolution
 from outrider.drafters.dflash2.selector import PairSelector
 from outrider.errors import ConfigError, DrafterError
 from outrider.fast.block import seen
@@ -21,7 +22,6 @@ from outrider.loading import load_drafter
 from outrider.nn.blocks import block_mask
 from outrider.nn.drafting import lattice as lattices
 from outrider.nn.drafting.lattice import Candidates
-from outrider.nn.dynamic_convolution import DynamicConvolution
 from outrider.runs.stages import _settle
 from outrider.sampling.settings import Sampling
 from outrider.targets.cache.attention_mask import PassLayout

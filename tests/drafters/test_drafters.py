@@ -13,9 +13,10 @@ from drafters.proposals import exact, misreadings, path_to, watch
 from outrider import drafters
 from outrider.cli.drafters import about
 from outrider.decoding.state import Request
-from outrider.drafters import dflash, kinds
+from outrider.drafters import kinds
 from outrider.errors import ConfigError, DrafterError
 from outrider.generation import batch, generate, serve
+from outrider.nn.drafting.block_drafter import sibling_tree
 from outrider.sampling.settings import Sampling
 from outrider.targets.cache.slots import SlotCache
 from outrider.targets.load import load_target
@@ -279,7 +280,7 @@ def test_the_papers_layout_is_the_default_one_of_a_block_more_without_the_anchor
 
 def test_runners_up_are_leaves_beside_the_chain():
     """Catches a leaf under the wrong parent, a token of another slot or rank, and a prefix that is no draft."""
-    tree = dflash.sibling_tree(3, (2, 1))
+    tree = sibling_tree(3, (2, 1))
     assert tree.depths.tolist() == [0, 1, 2, 0, 1, 0]
     assert tree.ranks.tolist() == [0, 0, 0, 1, 1, 2]
     assert list(tree.parents) == [-1, 0, 1, -1, 0, -1]

@@ -6,7 +6,7 @@ from conftest import SMALL
 
 from outrider.drafters import peagle
 from outrider.errors import DrafterError
-from outrider.nn import draft_model
+from outrider.nn.rows import pair_mask
 
 
 def model_of(target, **choices):
@@ -26,7 +26,7 @@ def test_a_pass_of_pairs_and_masks_sees_what_it_should():
     assert table(both) == ["x...", "xx..", "xxx.", "xxxx"]
     assert table(one) == ["x...", "xx..", "x.x.", "x.xx"]
     assert bool(peagle.pass_mask(2, 1, torch.tensor([0])).any(-1).all())
-    two, padded = draft_model.pair_mask(torch.tensor([[1, 1, 1, 2, 2, 2], [1, 1, 2, 2, 0, 0]]))
+    two, padded = pair_mask(torch.tensor([[1, 1, 1, 2, 2, 2], [1, 1, 2, 2, 0, 0]]))
     assert table(two) == ["x....", "xx...", "..x..", "...x.", "...xx"]
     assert table(padded) == ["x....", ".x...", "..x..", "...x.", "....x"]
 

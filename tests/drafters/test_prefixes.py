@@ -5,7 +5,7 @@ import torch
 from conftest import batch_of
 
 from outrider.drafters import dflash
-from outrider.drafters.dflash import KNOWN, known_tokens
+from outrider.nn.drafting.block_rows import PREFIX_DECAY, prefix_tokens
 from outrider.training import rows as weighings
 from outrider.training.config import Config
 from outrider.training.step import accumulate
@@ -25,7 +25,7 @@ def batch(target, model):
 def test_known_tokens_follow_the_anchor() -> None:
     """Catches a token that is its own label, and one of the slots' own position."""
     text = torch.arange(100, 112)[None]
-    found = known_tokens(text, torch.tensor([[2, 5, 10]]), torch.tensor([[2, 0, 3]]), 4)
+    found = prefix_tokens(text, torch.tensor([[2, 5, 10]]), torch.tensor([[2, 0, 3]]), 4)
     assert found.tolist() == [[[-1, 103, 104, -1], [-1, -1, -1, -1], [-1, 111, 111, 111]]]
 
 
@@ -61,13 +61,13 @@ def test_known_counts_come_as_often_as_they_should(target) -> None:
     backbone = model_of(target, prefixes=0.75, block=6).backbone
     given = batch(target, model_of(target))
     torch.manual_seed(0)
-    found = torch.cat([backbone.prefixes(given, 2000).flatten() for _ in range(4)])
-    expected = KNOWN ** torch.arange(1, 6, dtype=torch.float64)
+    found = torch.cat([backbone.prefix_lengths(given, 2000).flatten() for _ in range(4)])
+    expected = PREFIX_DECAY ** torch.arange(1, 6, dtype=torch.float64)
     expected = torch.cat([torch.tensor([0.25]).double(), 0.75 * expected / expected.sum()])
     shares = found.bincount(minlength=7).double() / len(found)
     assert shares[6] == 0
     assert bool(((shares[:6] - expected).abs() < 6 * (expected * (1 - expected) / len(found)).sqrt()).all())
-    assert backbone.eval().prefixes(given, 2000) is None
+    assert backbone.eval().prefix_lengths(given, 2000) is None
 
 
 def test_dpace_counts_known_tokens_as_reached(target) -> None:

@@ -13,9 +13,9 @@ from outrider import load_drafter
 from outrider.errors import DrafterError
 from outrider.generation import generate
 from outrider.nn.blocks import ContextLayer
-from outrider.nn.draft_model import copy_layers, resolve_taps
 from outrider.nn.draft_vocabulary import DraftVocabulary
 from outrider.nn.heads import ConfidenceHead, MarkovHead, MarkovKind, ReducedHead
+from outrider.nn.shape import copy_layers, resolve_taps
 from outrider.nn.top_logprobs import TopLogprobs
 from outrider.sampling.settings import Sampling
 from outrider.training import losses

@@ -302,7 +302,7 @@ def test_the_same_target_under_another_name_and_dtype_is_no_other(saved, tmp_pat
         ("./nowhere", {}, ConfigError, "no such folder"),
         ("ngram", {"lenght": 3}, ConfigError, "drafter: unknown key 'lenght'; did you mean 'length'?"),
         ("dspark", {"block": 0}, ConfigError, "drafter.block"),
-        ("dspark", {"taps": (1, 40)}, DrafterError, "taps (1, 40) reach past layer 3"),
+        ("dspark", {"taps": (1, 40)}, DrafterError, "taps (1, 40) are out of range"),
         ("dflash", {"taps": (2, 1)}, DrafterError, "in ascending order"),
         ("dflash", {"taps": ()}, OutriderError, "taps"),
         ("dflash", {"heads": 4, "kv_heads": 3}, DrafterError, "not a multiple of kv_heads"),

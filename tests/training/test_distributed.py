@@ -237,7 +237,7 @@ class Two(Alone):
         ("specblock", {}, "weighs a row by the other rows of its batch"),
         ("vanilla", {"sequence_parallel": 3}, "sequence_parallel 3 needs 3 processes or a multiple of them, got 2"),
         ("vanilla", {"sequence_parallel": 2}, "sequence_parallel 2 shares out heads, and the drafter's kv_heads are 1"),
-        ("domino", {"sequence_parallel": 2}, "drafter 'domino' reads whole texts"),
+        ("domino", {"sequence_parallel": 2}, "drafter 'domino' needs whole texts"),
     ],
 )
 def test_what_can_not_be_shared_is_refused(kind, settings, problem, talker, tmp_path, monkeypatch) -> None:

@@ -27,20 +27,20 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from outrider.decoding.protocols import Drafter
-from outrider.drafters.dflash import BackboneConfig, BlockDrafter, BlockModel, BlockRows, Decoded, Pick
-from outrider.drafters.dflash2 import selector
+from outrider.drafters.dflash2 import convolution, selector
+from outrider.drafters.dflash2.convolution import DynamicConvolution
 from outrider.drafters.dflash2.selector import PairSelector
 from outrider.drafters.dflash2.tree import LatticeDrafter
 from outrider.errors import DrafterError
 from outrider.method import Method
-from outrider.nn import dynamic_convolution
 from outrider.nn.blocks import ContextLayer
 from outrider.nn.draft_model import Batch
 from outrider.nn.drafting import lattice as lattices
+from outrider.nn.drafting.block_drafter import BlockDrafter
+from outrider.nn.drafting.block_model import BackboneConfig, BlockModel, Decoded, Pick
+from outrider.nn.drafting.block_rows import BlockRows
 from outrider.nn.drafting.lattice import Candidates, Lattice
 from outrider.nn.drafting.serving import verifies_trees
-from outrider.nn.dynamic_convolution import DynamicConvolution
-from outrider.nn.sequence import check_heads
 from outrider.sampling.distribution import log_probs, wide
 from outrider.targets.protocol import Target
 
@@ -114,7 +114,7 @@ class Model(BlockModel):
     """Backbone with convolutions, and the selector."""
 
     has_confidence = True
-    code = (selector, dynamic_convolution, lattices)
+    code = (selector, convolution, lattices)
 
     def __init__(self, config: Config, target: Target):
         size = config.vocabulary or target.spec.vocabulary
@@ -143,9 +143,6 @@ class Model(BlockModel):
             selector.successor_codebook.mul_(share.to(selector.successor_codebook.device))
             selector.share.fill_(1.0)
         return there
-
-    def check_split(self, count: int) -> None:
-        check_heads(self.backbone.shape.kv_heads, count)
 
     def candidates(self, logits: Tensor) -> tuple[Candidates, Tensor]:
         """The likeliest tokens of logits [..., D], by the target's ids, and by their columns [..., k]."""

@@ -17,7 +17,7 @@ from outrider.fast.static.step import Proposed, StaticRule, StaticSlots, sizes_o
 from outrider.kernels import prepacked
 from outrider.nn.drafting import lattice as lattices
 from outrider.nn.drafting import serving, trees
-from outrider.nn.drafting.backbone import BackboneDrafter, Inputs, StaticBackbone, is_greedy
+from outrider.nn.drafting.block_drafter import BackboneDrafter, Inputs, StaticBackbone, is_greedy
 from outrider.nn.drafting.lattice import Lattice
 from outrider.nn.memory import FeatureMemory
 

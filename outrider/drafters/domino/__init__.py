@@ -20,13 +20,14 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
-from outrider.drafters.dflash import BackboneConfig, BlockModel, BlockRows, Decoded, Pick
 from outrider.errors import DrafterError
 from outrider.method import Method
 from outrider.nn.draft_model import Batch
+from outrider.nn.drafting.block_model import BackboneConfig, Block, BlockModel, Decay, Decoded, Pick
+from outrider.nn.drafting.block_rows import BlockRows
 from outrider.nn.heads import PrefixGRU
 from outrider.targets.protocol import Target
 
@@ -49,8 +50,7 @@ METHOD = Method(
 
 class Config(BackboneConfig):
     kind: Literal["domino"] = "domino"
-    block: PositiveInt = 16
-    """Tokens drafted per step, one after the other."""
+    block: Block = 16
     gru: PositiveInt = 1024
     """Width of the GRU's state, which reads the block's tokens."""
     rank: PositiveInt = 256
@@ -59,13 +59,14 @@ class Config(BackboneConfig):
     """Slots at a block's beginning whose base logits are not corrected."""
     curriculum: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of the training, 0 to 1, over which the base logits' part of the loss falls from 1 to 0."""
-    decay: PositiveFloat = 7.0
-    """Tokens of a block after which the weight in training has fallen to 1/e: token k weighs exp(-k / decay)."""
+    decay: Decay = 7.0
 
 
 class Model(BlockModel):
     """Backbone, GRU and low-rank correction.  While the curriculum lasts, logged acceptance is that of base blocks
     too."""
+
+    splits_texts = False
 
     def __init__(self, config: Config, target: Target):
         if config.pure_prefix >= config.block:

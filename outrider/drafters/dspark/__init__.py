@@ -22,10 +22,10 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from outrider.decoding.accept import overlap
-from outrider.drafters.dflash import BackboneConfig, BlockModel, BlockRows, Decoded, Pick
 from outrider.method import Method
+from outrider.nn.drafting.block_model import BackboneConfig, BlockModel, Decoded, Pick
+from outrider.nn.drafting.block_rows import BlockRows
 from outrider.nn.heads import ConfidenceHead, MarkovHead, MarkovKind
-from outrider.nn.sequence import check_heads
 from outrider.targets.protocol import Target
 
 METHOD = Method(
@@ -83,9 +83,6 @@ class Model(BlockModel):
         self.confidence_head = (
             ConfidenceHead(target.spec.hidden + config.rank, config.block) if config.confidence else None
         )
-
-    def check_split(self, count: int) -> None:
-        check_heads(self.backbone.shape.kv_heads, count)
 
     def decode(self, states: Tensor, anchors: Tensor, pick: Pick | None) -> Decoded:
         base, state = self.logits(states), self.markov_head.start(states[:, 0])

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from outrider.method import Method
 from outrider.nn.blocks import Attend, FusedTaps, PairLayer, RMSNorm
-from outrider.nn.draft_model import resolve_taps
 from outrider.nn.drafting.recurrent import RecurrentConfig, RecurrentModel
 from outrider.nn.heads import ReducedHead, VocabularyModel
+from outrider.nn.shape import resolve_taps
 from outrider.targets.protocol import LayerSizes, Target
 
 METHOD = Method(

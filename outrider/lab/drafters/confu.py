@@ -37,8 +37,9 @@ from outrider.decoding.protocols import Cache, Drafter, Probe
 from outrider.decoding.state import DecodeState, Scores
 from outrider.lab.probe_rows import rows_after
 from outrider.nn.blocks import Attend, FusedTaps, PairLayer, RMSNorm
-from outrider.nn.draft_model import Batch, resolve_taps
+from outrider.nn.draft_model import Batch
 from outrider.nn.drafting.recurrent import Memory, RecurrentConfig, RecurrentDrafter, RecurrentModel
+from outrider.nn.shape import resolve_taps
 from outrider.targets.protocol import Target
 
 

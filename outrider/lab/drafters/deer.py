@@ -29,21 +29,22 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from outrider.decoding.draft import Draft, padded
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
-from outrider.drafters.dflash import BlockRows
 from outrider.errors import ConfigError
 from outrider.fast.block import real
 from outrider.kernels import prepacked
 from outrider.lab.diffusion_lm import DiffusionLM
 from outrider.nn.blocks import ContextLayer, RMSNorm, attending, block_mask, rotary
-from outrider.nn.draft_model import Batch, DraftModel, MaskedModule, MaskToken, copy_layers, with_mask
+from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.drafting import serving
-from outrider.nn.shape import LayerConfig, resolved
+from outrider.nn.drafting.block_rows import BlockRows
+from outrider.nn.masks import MaskedModule, MaskToken, with_mask
+from outrider.nn.shape import InitLayers, LayerConfig, copy_layers, resolved
 from outrider.targets.cache.slots import SlotCache
 from outrider.targets.protocol import Target
 
@@ -57,14 +58,10 @@ class Config(LayerConfig):
     tokenizer, that drafts as it is; the settings below then have no effect."""
     layers: PositiveInt = 5
     """Decoder layers of the draft model."""
-    init_from_layers: tuple[NonNegativeInt, ...] | None = None
-    """Target layers, one per draft layer and counted from 0, whose weights training begins with; random unless
-    given."""
+    init_from_layers: InitLayers = None
     anchors: PositiveInt = 512
     """Most blocks trained per text and step."""
     mask_token: MaskToken = None
-    """Id of the target's token whose embedding fills masked slots, or `learnt` for a trained vector.  Unless given: the
-    tokenizer's mask token, else the first unused row of the embedding, else learnt."""
     refine: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of the training, 0 to 1, after which stage II begins."""
     alpha: PositiveFloat = 1.02
@@ -106,10 +103,10 @@ class Model(DraftModel, MaskedModule):
     def predict(self, batch: Batch) -> BlockRows:
         return BlockRows(self, self, batch)
 
-    def prefixes(self, batch: Batch, blocks: int) -> None:
-        """No first token of a block is known in training."""
+    def prefix_lengths(self, batch: Batch, blocks: int) -> None:
+        """No first token of a block is given in training."""
 
-    def drafted(self, batch: Batch, at: Tensor, live: Tensor, known: Tensor | None = None) -> Tensor:
+    def drafted(self, batch: Batch, at: Tensor, live: Tensor, prefix_lengths: Tensor | None = None) -> Tensor:
         """States [B, A, K, H] of blocks after the tokens at positions `at` [B, A], which they attend to."""
         length, block = batch.tokens.shape[1], self.config.block
         line = torch.arange(length, device=at.device)

@@ -33,8 +33,10 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState
 from outrider.lab import byte_patches, stale, target_model
-from outrider.nn.draft_model import Batch, draw, trained_mask, with_mask
+from outrider.nn.draft_model import Batch
 from outrider.nn.drafting import serving
+from outrider.nn.masks import trained_mask, with_mask
+from outrider.nn.rows import sample_anchors
 from outrider.targets.cache.attention_mask import Tree
 from outrider.targets.hf import causal_lm
 from outrider.targets.protocol import Target
@@ -112,13 +114,13 @@ class TargetModel(target_model.TargetModel):
 
     def predict(self, batch: Batch) -> target_model.Rows:
         """Every second block is masked whole, as the first pass finds it; of the others a share, drawn for each."""
-        drawn = draw(batch, self.config.anchors, 2, self.block)
-        shares = 2 * torch.rand(*drawn.at.shape, 1)  # on the CPU, whose random state a checkpoint stores
-        chance = torch.rand(*drawn.at.shape, self.block)
-        masked = ((chance < shares) | (chance == chance.amin(-1, keepdim=True))).to(drawn.at.device)
+        anchors = sample_anchors(batch, self.config.anchors, 2, self.block)
+        shares = 2 * torch.rand(*anchors.at.shape, 1)  # on the CPU, whose random state a checkpoint stores
+        chance = torch.rand(*anchors.at.shape, self.block)
+        masked = ((chance < shares) | (chance == chance.amin(-1, keepdim=True))).to(anchors.at.device)
         # what is not learnt may be another text's
-        states = self.read(batch.tokens, batch.documents, drawn.at, masked | ~drawn.learnt)
-        return target_model.Rows(self, batch, drawn._replace(learnt=drawn.learnt & masked), states)
+        states = self.read(batch.tokens, batch.documents, anchors.at, masked | ~anchors.loss_mask)
+        return target_model.Rows(self, batch, anchors._replace(loss_mask=anchors.loss_mask & masked), states)
 
     def read(self, tokens: Tensor, documents: Tensor, at: Tensor, inputs: Tensor | None = None) -> Tensor:
         """States [B, S + A * K, H] of texts [B, S] and of the rows after position `at` + 1 [B, A].

@@ -36,11 +36,11 @@ from outrider.kernels import prepacked
 from outrider.lab.pipeline import PipelineDrafter
 from outrider.lab.stages import ranges
 from outrider.nn.blocks import Attend, PairLayer, RMSNorm, attending, attention, rotary
-from outrider.nn.draft_model import Batch, DraftModel, draw, resolve_taps
+from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.drafting.serving import Sampler
 from outrider.nn.memory import FeatureMemory, PairDrafter
-from outrider.nn.rows import DetachedRows, Labelled
-from outrider.nn.shape import LayerConfig, resolved
+from outrider.nn.rows import DetachedRows, RowLabels, sample_anchors
+from outrider.nn.shape import LayerConfig, resolve_taps, resolved
 from outrider.targets.protocol import Target
 
 
@@ -196,14 +196,14 @@ class Rows(DetachedRows):
     were in flight before the newest."""
 
     def __init__(self, model: Model, batch: Batch):
-        drawn = draw(batch, model.config.anchors or batch.tokens.shape[1], 2, 1)
+        anchors = sample_anchors(batch, model.config.anchors or batch.tokens.shape[1], 2, 1)
         # on the CPU, whose random state a checkpoint stores
-        fill = batch.random(functools.partial(torch.randint, 1, model.config.stages + 1), *drawn.at.shape[1:])
-        fill = fill.to(drawn.at.device)
+        fill = batch.random(functools.partial(torch.randint, 1, model.config.stages + 1), *anchors.at.shape[1:])
+        fill = fill.to(anchors.at.device)
         # no more are in flight than the text has
-        fill = torch.minimum(fill, batch.positions.gather(1, drawn.at) + 2)
-        states = model.drafted(batch, drawn.at, fill).flatten(0, 1)
+        fill = torch.minimum(fill, batch.positions.gather(1, anchors.at) + 2)
+        states = model.drafted(batch, anchors.at, fill).flatten(0, 1)
         row = torch.arange(len(states), device=states.device)
-        text, weight = row // drawn.at.shape[1], drawn.learnt.flatten().to(states.dtype)
-        rows = Labelled.of(batch, text, drawn.labels_at.flatten(), weight, (fill - 1).flatten(), row)
+        text, weight = row // anchors.at.shape[1], anchors.loss_mask.flatten().to(states.dtype)
+        rows = RowLabels.of(batch, text, anchors.labels_at.flatten(), weight, (fill - 1).flatten(), row)
         super().__init__(model, states, batch.final, rows)

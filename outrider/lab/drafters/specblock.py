@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -42,12 +42,12 @@ from outrider.lab.blocks_by_cost import BlocksByCost
 from outrider.lab.rank_tree import WIDTHS, Offers, Path, doubt, levels, likeliest, positions
 from outrider.method import Method
 from outrider.nn.blocks import ContextLayer, FusedTaps, RMSNorm, Shift, attending, rollout_mask, rotary
-from outrider.nn.draft_model import Batch, copy_layers, draw, pair_mask, resolve_taps
+from outrider.nn.draft_model import Batch
 from outrider.nn.drafting import serving, trees
 from outrider.nn.heads import RankHead, ReducedHead, VocabularyModel, class_weights, rank_class, rank_loss
 from outrider.nn.memory import FeatureMemory, PairDrafter
-from outrider.nn.rows import Labelled, SharedLabels, whole_blocks
-from outrider.nn.shape import LayerConfig
+from outrider.nn.rows import RowLabels, SharedLabels, pair_mask, sample_anchors, whole_blocks
+from outrider.nn.shape import InitLayers, LayerConfig, copy_layers, resolve_taps
 from outrider.sampling.distribution import log_probs
 from outrider.targets.cache.slots import SlotCache
 from outrider.targets.protocol import Target
@@ -78,9 +78,7 @@ class Config(LayerConfig):
     """Target layers it reads, counted from 0; three, low, middle and high, unless given."""
     vocabulary: PositiveInt | None = None
     """Number of tokens, the most frequent, that it can draft, by its own head; unless given all, by the target's."""
-    init_from_layers: tuple[NonNegativeInt, ...] | None = None
-    """Target layers, one per draft layer and counted from 0, whose weights training begins with; random unless
-    given."""
+    init_from_layers: InitLayers = None
     anchors: PositiveInt = 512
     """Most positions drafted from per text and step in training."""
     decay: PositiveFloat = 0.8
@@ -349,18 +347,18 @@ class Rows(SharedLabels):
 
     def __init__(self, model: Model, batch: Batch):
         config, device = model.config, batch.tokens.device
-        drawn = draw(batch, config.anchors, 2, config.blocks * config.slots)
+        anchors = sample_anchors(batch, config.anchors, 2, config.blocks * config.slots)
         # on the CPU, whose random state a checkpoint stores
         taken = torch.randint(1, config.slots + 1, (config.blocks - 1,)).tolist()
-        states = rollout(model, batch, drawn.at, taken)
+        states = rollout(model, batch, anchors.at, taken)
         begins = torch.tensor([sum(taken[:b]) for b in range(config.blocks)], device=device)
         depths = begins[:, None] + torch.arange(config.slots, device=device)
-        learnt = drawn.learnt[..., depths]
+        learnt = anchors.loss_mask[..., depths]
         where = learnt.nonzero().unbind(-1)
         text, pair, number, slot = where
-        labels_at = drawn.labels_at[..., depths][where]
-        block = (text * drawn.at.shape[1] + pair) * config.blocks + number
-        rows = Labelled.of(batch, text, labels_at, torch.ones_like(block), depths[number, slot], block)
+        labels_at = anchors.labels_at[..., depths][where]
+        block = (text * anchors.at.shape[1] + pair) * config.blocks + number
+        rows = RowLabels.of(batch, text, labels_at, torch.ones_like(block), depths[number, slot], block)
         super().__init__(model, states[where], batch.final, rows)
         is_right, self.ranks = self._looked_at()
         right = torch.ones_like(learnt)

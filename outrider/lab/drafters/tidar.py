@@ -38,8 +38,8 @@ from outrider.decoding.protocols import Cache, Drafter, Probe
 from outrider.decoding.state import DecodeState, Scores
 from outrider.lab import target_model
 from outrider.lab.probe_rows import rows_after
-from outrider.nn.draft_model import trained_mask, with_mask
 from outrider.nn.drafting import serving
+from outrider.nn.masks import trained_mask, with_mask
 from outrider.targets.protocol import Target
 
 
