@@ -12,7 +12,7 @@ from outrider.cli import console
 from outrider.cli.console import place_of_json, write_json
 from outrider.cli.options import JsonTo
 from outrider.errors import ConfigError, DataError
-from outrider.gate.outcome import Outcome
+from outrider.gate.outcome import GateOutcome
 from outrider.gate.policy import policy_of
 from outrider.gate.statistics.noise import neighbours
 from outrider.gate.verdict import gate as judge
@@ -59,7 +59,7 @@ def gate(
             outcome = judge(new, old, rules, alike=alike, allow_other_machine=allow_other_machine)
             _say(outcome)
         except DataError as error:
-            refusal, outcome = error, Outcome.refused(str(error))
+            refusal, outcome = error, GateOutcome.refused(str(error))
         for place, text in ((junit, outcome.junit()), (markdown, outcome.markdown())):
             if place is not None:
                 write_whole({place: text})
@@ -73,7 +73,7 @@ def gate(
         raise typer.Exit(outcome.exit_code)
 
 
-def _say(outcome: Outcome) -> None:
+def _say(outcome: GateOutcome) -> None:
     """Table, notes, and the decision last, where a reader looks."""
     console.show(outcome.table())
     for note in outcome.notes:

@@ -17,7 +17,7 @@ from outrider.cli.options import JsonTo, Overrides
 from outrider.config import override
 from outrider.decoding.protocols import Drafter
 from outrider.errors import ConfigError
-from outrider.gate.parity import Comparison, compare, compare_samples, prompts_of
+from outrider.gate.parity import GreedyComparison, compare, compare_samples, prompts_of
 from outrider.gate.statistics.two_samples import Samples
 from outrider.gate.texts import compare_texts
 from outrider.loading import load_drafter
@@ -139,7 +139,7 @@ def _of_run_file(file: Path, overrides: list[str] | None) -> tuple[TransformersT
     return loaded, load_drafter(folder, loaded), kind, checksum(folder)
 
 
-def _say_greedy(found: Comparison) -> None:
+def _say_greedy(found: GreedyComparison) -> None:
     table = console.table(
         "prompt", "tokens", "shared", "verdict", "margin", "strays", right=("tokens", "shared", "margin")
     )

@@ -1,5 +1,4 @@
-"""Rules by depth: what was accepted of the drafts that reach it, against the baseline and against training.  No
-torch."""
+"""Rules by depth: acceptance of the drafts that reach it, compared with the baseline and with training.  No torch."""
 
 from __future__ import annotations
 
@@ -12,15 +11,15 @@ import numpy as np
 
 from outrider.gate.figures import counts
 from outrider.gate.outcome import Part, Test, silent
-from outrider.gate.statistics.pairing import Comparison, Pair
+from outrider.gate.statistics.pairing import MatchedReports, RowPair
 from outrider.report.bootstrap import Floats, normal
 from outrider.report.schema import Row
 
 FEWEST_DRAFTS = 30
-"""A depth is tested where at least this many drafts reach it."""
+"""A depth is tested if at least this many drafts reach it."""
 
 
-def acceptance(comparison: Comparison) -> Iterator[Test | Part]:
+def acceptance(comparison: MatchedReports) -> Iterator[Test | Part]:
     """Log of new/old acceptance at each depth."""
     for group in comparison.groups:
         pairs = list(group.pairs.values())
@@ -35,26 +34,26 @@ def acceptance(comparison: Comparison) -> Iterator[Test | Part]:
             if depth >= len(new.reached) or min(new.reached[depth], old.reached[depth]) < FEWEST_DRAFTS:
                 yield silent(where, f"fewer than {FEWEST_DRAFTS} drafts reach it in one of the reports")
                 continue
-            # half a draft more on either side: a share of 0 has a logarithm
+            # half a draft more on either side gives a share of 0 a logarithm
             sides = [(d.accepted[depth] + 0.5, d.reached[depth] + 1.0) for d in (new, old)]
             shares = [accepted / reached for accepted, reached in sides]
             error = math.sqrt(sum(max(0.0, 1 - share) / n for share, (n, _) in zip(shares, sides, strict=True)))
             yield Test(where, normal(math.log(shares[0] / shares[1]), widened * error), prompts)
 
 
-def skew(comparison: Comparison) -> Iterator[Test | Part]:
+def skew(comparison: MatchedReports) -> Iterator[Test | Part]:
     """Measured acceptance minus what training predicted, at each depth."""
     for group in comparison.groups:
         pairs = list(group.pairs.values())
-        found, predicted = summed([pair.new for pair in pairs]), _predicted([pair.new for pair in pairs])
-        if found is None or not predicted:
-            missing = "what training predicted" if found else "acceptance by depth"
+        measured, predicted = summed([pair.new for pair in pairs]), _predicted([pair.new for pair in pairs])
+        if measured is None or not predicted:
+            missing = "what training predicted" if measured else "acceptance by depth"
             yield silent(group.name, f"the candidate does not say {missing}")
             continue
-        widened = math.sqrt(_clustering(pairs, found))
+        widened = math.sqrt(_clustering(pairs, measured))
         before = _skews(summed([pair.old for pair in pairs]), _predicted([pair.old for pair in pairs]))
         prompts = sum(pair.new.prompts for pair in pairs)
-        for depth, (expected, reached, accepted) in enumerate(zip(predicted, *found, strict=False)):
+        for depth, (expected, reached, accepted) in enumerate(zip(predicted, *measured, strict=False)):
             where = group.named(f"depth {depth + 1}")
             if expected is None:
                 yield silent(where, "training predicted nothing")
@@ -72,9 +71,9 @@ def _predicted(rows: Sequence[Row]) -> Sequence[float | None]:
     return next((row.predicted_by_depth for row in rows if row.predicted_by_depth), ())
 
 
-def _skews(found: Depths | None, predicted: Sequence[float | None]) -> dict[int, float]:
+def _skews(depths: Depths | None, predicted: Sequence[float | None]) -> dict[int, float]:
     """Acceptance minus its prediction, by depth."""
-    sides = enumerate(zip(predicted, *found, strict=False)) if found else ()
+    sides = enumerate(zip(predicted, *depths, strict=False)) if depths else ()
     return {
         depth: n / reached - expected for depth, (expected, reached, n) in sides if expected is not None and reached
     }
@@ -89,15 +88,15 @@ class Depths(NamedTuple):
 
 
 def depths_of(row: Row) -> Depths | None:
-    """Drafts by depth, from the histogram, or else from shares and rejections.  None where the row has neither."""
+    """Drafts by depth, from the histogram or else from shares and rejections.  None if the row has neither."""
     if row.accepted_histogram:
-        most = max(len(row.accepted_histogram) - 1, 0)
-        found = Depths(np.zeros(most), np.zeros(most))
+        deepest = max(len(row.accepted_histogram) - 1, 0)
+        depths = Depths(np.zeros(deepest), np.zeros(deepest))
         for deep, steps in enumerate(row.accepted_histogram):
             for far, count in enumerate(steps):
-                found.reached[:deep] += count
-                found.accepted[: min(far, deep)] += count
-        return found
+                depths.reached[:deep] += count
+                depths.accepted[: min(far, deep)] += count
+        return depths
     shares = list(zip(row.accepted_by_depth, row.conditional_acceptance, row.rejections_by_depth, strict=False))
     drafts: list[tuple[float, float]] = []
     for share, conditional, rejected in shares:
@@ -111,10 +110,10 @@ def depths_of(row: Row) -> Depths | None:
     return Depths(*np.array(drafts).T) if drafts else None
 
 
-def _clustering(pairs: Iterable[Pair], new: Depths, old: Depths | None = None) -> float:
+def _clustering(pairs: Iterable[RowPair], new: Depths, old: Depths | None = None) -> float:
     """Variance of tokens per step over prompts, divided by that of as many independent steps; at least 1.
 
-    With `old`: of the difference between the two over the same prompts.
+    With `old`, for the difference between the two over the same prompts.
     """
     table = np.array([values for pair in pairs for both in pair.prompts if (values := counts(*both)) is not None])
     if len(table) < 2:
@@ -132,9 +131,9 @@ def _clustering(pairs: Iterable[Pair], new: Depths, old: Depths | None = None) -
 
 
 def summed(rows: Sequence[Row]) -> Depths | None:
-    """The sum over all tasks, as deep as the deepest of them."""
-    found = [depths for row in rows if (depths := depths_of(row)) is not None]
-    if not found or len(found) < len(rows):
+    """The sum over all tasks, as deep as the deepest."""
+    by_row = [depths for row in rows if (depths := depths_of(row)) is not None]
+    if not by_row or len(by_row) < len(rows):
         return None
-    sides = [[sum(column) for column in zip_longest(*side, fillvalue=0.0)] for side in zip(*found, strict=True)]
+    sides = [[sum(column) for column in zip_longest(*side, fillvalue=0.0)] for side in zip(*by_row, strict=True)]
     return Depths(*map(np.array, sides))

@@ -13,14 +13,14 @@ import numpy as np
 
 from outrider.gate.outcome import Part, Test, silent, too_few
 from outrider.gate.policy import Policy
-from outrider.gate.statistics.pairing import Comparison
+from outrider.gate.statistics.pairing import MatchedReports
 from outrider.report.bootstrap import Estimate, Floats, estimate_of, resampled, sums
 from outrider.report.parts import PromptResult
 
 Results = Iterator[Test | Part]
 
 
-def speed(comparison: Comparison, policy: Policy) -> Results:
+def speed(comparison: MatchedReports, policy: Policy) -> Results:
     """Log of new/old speed, prompt by prompt."""
     return _paired(comparison, partial(speed_log, policy=policy), _mean, policy, f"a {policy.speed.by}")
 
@@ -31,12 +31,12 @@ def speed_log(new: PromptResult, old: PromptResult, policy: Policy) -> tuple[flo
     return (math.log(a / b), 1.0) if a and b and a > 0 and b > 0 else None
 
 
-def tokens_per_step(comparison: Comparison, policy: Policy) -> Results:
+def tokens_per_step(comparison: MatchedReports, policy: Policy) -> Results:
     """Log of new/old tokens per step."""
     return _paired(comparison, counts, _pace, policy, "tokens and steps")
 
 
-def clean_figure(comparison: Comparison, policy: Policy) -> Results:
+def clean_figure(comparison: MatchedReports, policy: Policy) -> Results:
     """Tokens per step without the prompts that occur in a drafter's texts or could not be searched for."""
     matched = [(task, pair) for group in comparison.groups for task, pair in group.pairs.items()]
     by_prompt = any(prompt.contaminated is not None for _, pair in matched for prompt in pair.new.per_prompt)
@@ -60,7 +60,7 @@ def counts(new: PromptResult, old: PromptResult) -> tuple[float, ...] | None:
 
 
 def _paired(
-    comparison: Comparison, columns: Callable[[PromptResult, PromptResult], tuple[float, ...] | None],
+    comparison: MatchedReports, columns: Callable[[PromptResult, PromptResult], tuple[float, ...] | None],
     statistic: Callable[[Floats], Floats], policy: Policy, what: str,
     without: Collection[tuple[str, str]] | None = None,
 ) -> Results:  # fmt: skip
@@ -129,7 +129,7 @@ def _pace(table: Floats) -> Floats:
 # ── the slowest prompts ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def slowest(comparison: Comparison, policy: Policy) -> Results:
+def slowest(comparison: MatchedReports, policy: Policy) -> Results:
     """99th percentile of time per output token over prompts, by a smoothed bootstrap.
 
     It depends on two or three prompts, whose luck a plain bootstrap would take for a fact.  So noise is added to every

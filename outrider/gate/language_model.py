@@ -1,7 +1,7 @@
 """A target, with or without a drafter, as a model of lm-evaluation-harness.  Needs lm-eval, the extra `eval`.
 
-Prompts are cut, answers ended and post-processed as lm-eval's own `hf` model does.  Log-likelihoods come from the
-target alone; nothing is drafted there.
+Prompts are truncated, answers ended and post-processed like those of lm-eval's own `hf` model.  Log-likelihoods come
+from the target alone, without drafts.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from outrider.targets.text.cuts import Cuts
 from outrider.targets.text.detokenizer import detokenizer
 
 DRAWN = ("top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
-"""Sampling settings that a task, or else the target's generation config, may give.  Sampling uses the same names."""
+"""Sampling settings of a task, or else of the target's generation config.  Sampling uses the same names."""
 IDLE = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
-"""Settings of transformers' `generate` that change nothing with these values."""
+"""Settings of transformers' `generate` that have no effect with these values."""
 
 
 @register_model("outrider")
@@ -55,8 +55,8 @@ class OutriderLM(TemplateLM):
         dtype: str | None = None, max_batch_size: int | None = None,
         on_request: Callable[[int, int], None] | None = None,
     ):  # fmt: skip
-        """drafter: an object, a kind, or a checkpoint folder.  batch_size: replaces slots where it is a number.
-        seed: of tasks that sample; texts depend on nothing else.
+        """drafter: an object, a kind, or a checkpoint folder.  batch_size: replaces slots if it is a number.
+        seed: for tasks that sample; texts depend on nothing else.
 
         on_request(done, of) is called after each answer.
         """
@@ -86,13 +86,13 @@ class OutriderLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        found = self.tokenizer.eos_token_id
-        return int(min(self.target.ends, default=0) if found is None else found)
+        token = self.tokenizer.eos_token_id
+        return int(min(self.target.ends, default=0) if token is None else token)
 
     @property
     def prefix_token_id(self) -> int:
-        found = self.tokenizer.bos_token_id
-        return self.eot_token_id if found is None else int(found)
+        token = self.tokenizer.bos_token_id
+        return self.eot_token_id if token is None else int(token)
 
     @property
     def tokenizer_name(self) -> str:
@@ -108,103 +108,106 @@ class OutriderLM(TemplateLM):
         return text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids of a text, with the tokenizer's special tokens unless turned off or already there."""
+        """Token ids of a text, with the tokenizer's special tokens unless disabled or already present."""
         if add_special_tokens is None:
             add_special_tokens = self.add_bos_token
             if has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
                 add_special_tokens = False
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        found: list[int] = self.tokenizer.encode(string, **options)
-        return found
+        tokens: list[int] = self.tokenizer.encode(string, **options)
+        return tokens
 
     # ── answers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Answers to (context, generation settings), in the order given, batched over slots whatever their settings."""
-        asked = [self._request(request.args[0], request.args[1], number) for number, request in enumerate(requests)]
-        # the longest first: what does not fit into memory fails at once
-        order = sorted(range(len(asked)), key=lambda i: -len(asked[i][0].prompt))
-        tokens: list[list[int]] = [[] for _ in asked]
+        """Answers to (context, generation settings), in order, batched over slots whatever their settings."""
+        prepared = [self._request(request.args[0], request.args[1], number) for number, request in enumerate(requests)]
+        # longest first, so that running out of memory happens at once
+        order = sorted(range(len(prepared)), key=lambda i: -len(prepared[i][0].prompt))
+        tokens: list[list[int]] = [[] for _ in prepared]
         state = batch(self.target, self.slots, ends=self.target.ends | {self.eot_token_id})
         done = 0
         began = time.perf_counter()
-        for progress in serve(self.target, [asked[i][0] for i in order], self.drafter, slots=self.slots, state=state):
+        ordered = [prepared[i][0] for i in order]
+        for progress in serve(self.target, ordered, self.drafter, slots=self.slots, state=state):
             tokens[order[progress.request]] += progress.tokens
             self.steps += 1
             if progress.finish_reason is not None:
                 done += 1
                 if self.on_request is not None:
-                    self.on_request(done, len(asked))
+                    self.on_request(done, len(prepared))
         self.seconds += time.perf_counter() - began
         self.tokens += sum(map(len, tokens))
         answers: list[str] = []
-        for request, own, (_, until) in zip(requests, tokens, asked, strict=True):
-            text = self.tokenizer.decode(own, skip_special_tokens=True)
+        for request, answer, (_, until) in zip(requests, tokens, prepared, strict=True):
+            text = self.tokenizer.decode(answer, skip_special_tokens=True)
             answers.append(postprocess_generated_text(text, stop=until, think_end_token=self.think_end_token))
             self.cache_hook.add_partial("generate_until", request.args, answers[-1])
         return answers
 
     def _request(self, context: str, settings: Mapping[str, Any], number: int) -> tuple[Request, list[str]]:
-        """The request, and the strings that end its answer."""
+        """The request and its stop strings."""
         kwargs: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings), self.max_gen_toks))
         until = handle_stop_sequences(
             kwargs.pop("until", None), eos=self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False)
         )
-        longest, sampled = int(kwargs.pop("max_gen_toks")), kwargs.pop("do_sample", False)
-        (temperature, given), room = self._given(kwargs), self.max_length - longest
+        longest = int(kwargs.pop("max_gen_toks"))
+        is_sampled = kwargs.pop("do_sample", False)
+        temperature, options = self._sampling_options(kwargs)
+        room = self.max_length - longest
         if room <= 0:
             raise ConfigError(
                 f"a task asks for {longest} new tokens, but the context has {self.max_length}; set max_gen_toks lower"
             )
         prompt = self.cuts.fit(self.tok_encode(context) or [self.prefix_token_id], room, f"request {number}")
-        sampling = self._sampled(temperature, given, number) if sampled else self._greedy(given, prompt, longest)
-        # as the `hf` model looks for a stop: in the text with its special tokens
+        sampling = self._sampled(temperature, options, number) if is_sampled else self._greedy(options, prompt, longest)
+        # like the `hf` model, look for stop strings in the text with its special tokens
         return Request(prompt, longest, sampling, tuple(filter(None, until)), self._with_specials), until
 
     @functools.cached_property
     def _with_specials(self) -> Detokenizer:
         return detokenizer(self.tokenizer, self.target.spec.vocabulary, skip_special_tokens=False)
 
-    def _sampled(self, temperature: float, given: dict[str, Any], number: int) -> Sampling:
-        """What is not given comes from the target's generation config, as in transformers' `generate`."""
-        own = getattr(self.target.model, "generation_config", None)
-        values = {key: getattr(own, key, None) if value is None else value for key, value in given.items()}
+    def _sampled(self, temperature: float, options: dict[str, Any], number: int) -> Sampling:
+        """Missing options come from the target's generation config, as in transformers' `generate`."""
+        config = getattr(self.target.model, "generation_config", None)
+        values = {key: getattr(config, key, None) if value is None else value for key, value in options.items()}
         named: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
         return Sampling(temperature, seed=self.seed + number if temperature else None, **named)
 
-    def _greedy(self, given: dict[str, Any], prompt: list[int], most: int) -> Sampling:
-        """As `generate(do_sample=False)` with the target's generation config; the task may name another penalty."""
-        found = self.target.default_sampling(prompt, most)
-        penalty = given["repetition_penalty"]
+    def _greedy(self, options: dict[str, Any], prompt: list[int], most: int) -> Sampling:
+        """Like `generate(do_sample=False)` with the target's generation config; the task may set another penalty."""
+        sampling = self.target.default_sampling(prompt, most)
+        penalty = options["repetition_penalty"]
         if penalty is None:
-            return found
-        if found.processors:
+            return sampling
+        if sampling.processors:
             raise ConfigError(
-                "a task sets repetition_penalty, and the target's generation_config has other processors in an order "
-                "of its own; set model.generation_config.repetition_penalty instead, and leave it out of the task"
+                "a task sets repetition_penalty, but the target's generation_config has processors whose order "
+                "matters; set model.generation_config.repetition_penalty instead, and leave it out of the task"
             )
-        return replace(found, repetition_penalty=penalty)
+        return replace(sampling, repetition_penalty=penalty)
 
-    def _given(self, kwargs: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-        """The temperature and the settings of DRAWN that a task names.  Raises ConfigError for an unknown one."""
+    def _sampling_options(self, kwargs: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+        """A task's temperature and its DRAWN settings.  Raises ConfigError for unknown settings."""
         temperature = float(kwargs.pop("temperature", 0.0) or 0.0)
-        given = {key: kwargs.pop(key, None) for key in DRAWN}
+        options = {key: kwargs.pop(key, None) for key in DRAWN}
         unknown = sorted(key for key, value in kwargs.items() if key not in IDLE or IDLE[key] != value)
         if unknown:
             raise ConfigError(
                 f"a task's generation_kwargs have {', '.join(unknown)}, which are not supported; leave them out, or "
                 f"use until, max_gen_toks, do_sample, temperature, {', '.join(DRAWN)}"
             )
-        return temperature, given
+        return temperature, options
 
     # ── log-likelihoods ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Log probability of each continuation, and whether it is the greedy continuation."""
+        """Log probability of each continuation, and whether it is the greedy one."""
         return list(super().loglikelihood(list(requests), disable_tqdm=True))
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[float]:
-        """Log probability of whole texts, in windows as long as the context, each token predicted once."""
+        """Log probability of whole texts, in windows of the context's length, each token predicted once."""
         windows, owner = [], []
         for number, request in enumerate(requests):
             for pair in get_rolling_token_windows(
@@ -224,41 +227,41 @@ class OutriderLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Of (text, context ids, continuation ids), read in batches of about equal length."""
+        """Log probabilities of (text, context ids, continuation ids), in batches of about equal length."""
         began = time.perf_counter()
         fit = self.cuts.fit
         texts = [
-            fit(context + own, self.max_length + 1, f"likelihood {number}")[:-1]
-            for number, (_, context, own) in enumerate(requests)
+            fit(context + continuation, self.max_length + 1, f"likelihood {number}")[:-1]
+            for number, (_, context, continuation) in enumerate(requests)
         ]
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(texts)
+        results: list[tuple[float, bool]] = [(0.0, True)] * len(texts)
         for start in range(0, len(order), self.slots):
             rows = order[start : start + self.slots]
             values = self._read([texts[i] for i in rows], [requests[i][2] for i in rows])
             for i, value in zip(rows, values, strict=True):
-                found[i] = value
+                results[i] = value
                 if requests[i][0] is not None:
                     self.cache_hook.add_partial("loglikelihood", requests[i][0], value)
             if self.on_request is not None:
                 self.on_request(min(start + self.slots, len(order)), len(order))
         self.seconds += time.perf_counter() - began
-        return found
+        return results
 
     @torch.inference_mode()
-    def _read(self, texts: Sequence[list[int]], own: Sequence[list[int]]) -> list[tuple[float, bool]]:
+    def _read(self, texts: Sequence[list[int]], continuations: Sequence[list[int]]) -> list[tuple[float, bool]]:
         if members_of(self.target):
             raise ConfigError(
-                f"{self.target.spec.name} is an ensemble, whose likelihoods of given texts are not computed here; "
-                "choose tasks that generate"
+                f"{self.target.spec.name} is an ensemble, whose likelihoods can't be computed; choose tasks that "
+                "generate"
             )
         longest = max(map(len, texts))
         padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=self.device)
         hidden, _ = self.target.read(padded, ())
         results = []
-        for states, text, tokens in zip(hidden, texts, own, strict=True):
-            wanted = torch.tensor(tokens, device=self.device)
+        for states, text, tokens in zip(hidden, texts, continuations, strict=True):
+            expected = torch.tensor(tokens, device=self.device)
             log_probs = self.target.head(states[len(text) - len(tokens) : len(text)]).float().log_softmax(-1)
-            total = log_probs.gather(-1, wanted[:, None]).sum()
-            results.append((float(total), bool((log_probs.argmax(-1) == wanted).all())))
+            total = log_probs.gather(-1, expected[:, None]).sum()
+            results.append((float(total), bool((log_probs.argmax(-1) == expected).all())))
         return results

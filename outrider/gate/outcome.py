@@ -1,8 +1,7 @@
-"""What a gate found, rule by rule: for a terminal, a program, a pull request and a CI server.  Judges nothing.  No
-torch.
+"""The outcome of a gate, rule by rule, for terminals, programs, pull requests and CI servers.  No torch.
 
-Every rule has a verdict and a reason in one sentence.  "not measured" is a verdict of its own; it never reads as a
-pass. Before the verdict, a rule has noisy figures (`Test`), judged together, and parts that were judged at once.
+Every rule has a verdict and a reason in one sentence.  "not measured" is a separate verdict, never a pass.  Before the
+verdict, a rule has noisy figures (`Test`), which are judged together, and parts that were judged at once.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from outrider.report.bootstrap import Estimate, Interval
 
 Verdict = Literal["pass", "warn", "stop", "not measured"]
 Decision = Literal["pass", "warn", "stop", "underpowered", "refused"]
-"""Of the whole gate.  underpowered: no rule stops, but the prompts are too few for a pass.  refused: nothing was
+"""Of the whole gate.  underpowered: no rule stops, but there are too few prompts for a pass.  refused: nothing was
 judged."""
 EXIT_CODES: dict[Decision, int] = {"pass": 0, "warn": 0, "stop": 1, "refused": 2, "underpowered": 3}
 Unit = Literal["new/old", "difference", "share", "count"]
@@ -36,21 +35,21 @@ class Part:
     where: str
     verdict: Verdict
     reason: str
-    """One sentence, without its full stop."""
+    """One sentence, without full stop."""
     figure: float | None = None
     interval: Interval | None = None
     """95 %, of this part alone."""
     corrected: Interval | None = None
-    """Widened for the number of tests made at the same time; this one decides."""
+    """Corrected for the number of simultaneous tests; this one decides."""
     prompts: int | None = None
     is_hole: bool = False
-    """Figures were expected here and are missing."""
+    """Expected figures are missing."""
     is_short: bool = False
-    """There were figures, of too few prompts."""
+    """There are figures, but of too few prompts."""
 
 
 def silent(where: str, reason: str, is_hole: bool = False) -> Part:
-    """A part that was not measured, and why."""
+    """A part that was not measured, with the reason."""
     return Part(where, "not measured", reason, is_hole=is_hole)
 
 
@@ -72,12 +71,12 @@ class Test:
     is_whole: bool = False
     """Over all tasks of a drafter at a temperature."""
     eased: str = ""
-    """Why a loss only warns; empty where it stops."""
+    """Why a loss only warns; empty if it stops."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One rule.  Its verdict is that of its worst part; where no part was measured, it is "not measured"."""
+    """One rule.  Its verdict is that of its worst part, or "not measured" if no part was measured."""
 
     rule: Rule
     measures: str
@@ -85,11 +84,11 @@ class Finding:
     limit: Limit
     parts: tuple[Part, ...]
     tests: tuple[Test, ...] = ()
-    """Not judged yet: the limit of each depends on how many there are in all rules."""
+    """Not judged yet: the limit of each depends on their number in all rules."""
     rises: bool = False
     """More is worse."""
     what: str = ""
-    """The name of its figure in the reason."""
+    """Name of its figure in the reason."""
 
     @property
     def lead(self) -> Part:
@@ -102,7 +101,7 @@ class Finding:
 
     @property
     def reason(self) -> str:
-        """One sentence about the worst part; how many others have the same verdict, and how many were not measured."""
+        """One sentence: the worst part, how many others have the same verdict, and how many were not measured."""
         lead = self.lead
         same = sum(part.verdict == lead.verdict for part in self.parts) - 1 if lead.verdict in ("stop", "warn") else 0
         silent = sum(part.verdict == "not measured" for part in self.parts) if lead.verdict != "not measured" else 0
@@ -111,28 +110,28 @@ class Finding:
         return f"{lead.where}: {lead.reason}{more}" if lead.where else lead.reason + more
 
     def eased(self) -> Finding:
-        """This outcome with every stop turned into a warning."""
+        """This finding with every stop turned into a warning."""
         return replace(self, parts=tuple(replace(p, verdict="warn") if p.verdict == "stop" else p for p in self.parts))
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """All rules, and the verdict over all of them."""
+class GateOutcome:
+    """All rules and the overall verdict."""
 
     verdict: Decision
     findings: tuple[Finding, ...]
     headline: str
     notes: tuple[str, ...] = ()
     tests: int = 0
-    """Noisy tests that share one probability of a false alarm."""
+    """Statistical tests that share one false-alarm probability."""
     sigma: float | None = None
     """Standard deviation of the log of new/old speed over prompts."""
     widened: float = 1.0
     prompts_needed: tuple[tuple[float, int], ...] = ()
-    """(loss, prompts that would show it in four of five runs)."""
+    """(loss, prompts that detect it with 80 % power)."""
 
     @classmethod
-    def refused(cls, reason: str) -> Outcome:
+    def refused(cls, reason: str) -> GateOutcome:
         """The outcome of two reports that can't be compared."""
         return cls("refused", (), f"REFUSED: {reason}")
 
@@ -148,7 +147,7 @@ class Outcome:
         return next(finding for finding in self.findings if finding.rule == rule)
 
     def as_json(self) -> dict[str, Any]:
-        """For `json.dumps`.  Numbers that are not finite become null."""
+        """Values for `json.dumps`.  Numbers that are not finite become null."""
         findings = [
             {
                 "rule": f.rule, "measures": f.measures, "unit": f.unit, "verdict": f.verdict, "reason": f.reason,
@@ -164,21 +163,21 @@ class Outcome:
             "sigma": self.sigma, "widened": self.widened, "rules": findings,
             "prompts_needed": [{"loss": loss, "prompts": prompts} for loss, prompts in self.prompts_needed],
         }  # fmt: skip
-        found: dict[str, Any] = json.loads(json.dumps(plain), parse_constant=lambda not_finite: None)
-        return found
+        values: dict[str, Any] = json.loads(json.dumps(plain), parse_constant=lambda not_finite: None)
+        return values
 
     def table(self) -> Table:
-        """A line for every rule, and one for every further part that warns or stops."""
+        """A line per rule, and one for each further part that warns or stops."""
         table = Table("rule")
         for name in ("figure", "95 % interval", "verdict"):
             table.add_column(name, no_wrap=True)
         table.add_column("reason")
-        for found in self.findings:
-            lead = found.lead
-            table.add_row(found.rule, *_figures(found.unit, lead), _mark(found.verdict), Text(found.reason))
-            for part in found.parts:
+        for finding in self.findings:
+            lead = finding.lead
+            table.add_row(finding.rule, *_figures(finding.unit, lead), _mark(finding.verdict), Text(finding.reason))
+            for part in finding.parts:
                 if part is not lead and part.verdict in ("stop", "warn"):
-                    cells = _figures(found.unit, part)
+                    cells = _figures(finding.unit, part)
                     table.add_row(Text(f"  {part.where}"), *cells, _mark(part.verdict), Text(part.reason))
         return table
 
@@ -186,18 +185,18 @@ class Outcome:
         """The outcome as Markdown, for a pull request."""
         lines = [f"**{cell(self.headline)}**", "", "| rule | figure | 95 % interval | verdict | reason |"]
         lines.append("|---|---:|---:|---|---|")
-        for found in self.findings:
-            figure, interval = _figures(found.unit, found.lead)
-            verdict = f"**{found.verdict.upper()}**" if found.verdict == "stop" else found.verdict
-            lines.append(f"| {cell(found.rule)} | {figure} | {interval} | {verdict} | {cell(found.reason)} |")
+        for finding in self.findings:
+            figure, interval = _figures(finding.unit, finding.lead)
+            verdict = f"**{finding.verdict.upper()}**" if finding.verdict == "stop" else finding.verdict
+            lines.append(f"| {cell(finding.rule)} | {figure} | {interval} | {verdict} | {cell(finding.reason)} |")
         return "\n".join([*lines, *(f"\n{cell(note)}" for note in self.notes)]) + "\n"
 
     def junit(self) -> str:
-        """JUnit XML: a test case for every rule; a stop is a failure, what was not measured is skipped.
+        """JUnit XML with a test case per rule; a stop is a failure, "not measured" is skipped.
 
-        One more case fails where the gate is underpowered, and is an error where the reports could not be compared.
+        An additional case fails if the gate is underpowered, and is an error if the reports can't be compared.
         """
-        verdicts = [found.verdict for found in self.findings]
+        verdicts = [finding.verdict for finding in self.findings]
         is_short, is_refused = self.verdict == "underpowered", self.verdict == "refused"
         root = ElementTree.Element("testsuites")
         suite = ElementTree.SubElement(
@@ -209,19 +208,21 @@ class Outcome:
             case = ElementTree.SubElement(suite, "testcase", classname="outrider.gate", name="comparison", time="0")
             kind = "failure" if is_short else "error"
             ElementTree.SubElement(case, kind, message=printable(self.headline), type=self.verdict)
-        for found in self.findings:
+        for finding in self.findings:
             case = ElementTree.SubElement(
-                suite, "testcase", classname="outrider.gate", name=printable(found.rule), time="0"
+                suite, "testcase", classname="outrider.gate", name=printable(finding.rule), time="0"
             )
-            parts = "\n".join(f"{p.verdict}: {p.where or found.rule}: {p.reason}" for p in found.parts)
-            if found.verdict == "stop":
-                ElementTree.SubElement(case, "failure", message=printable(found.reason), type="stop").text = printable(
-                    parts
-                )
-            elif found.verdict == "not measured":
-                ElementTree.SubElement(case, "skipped", message=printable(found.reason))
+            parts = "\n".join(f"{p.verdict}: {p.where or finding.rule}: {p.reason}" for p in finding.parts)
+            if finding.verdict == "stop":
+                ElementTree.SubElement(
+                    case, "failure", message=printable(finding.reason), type="stop"
+                ).text = printable(parts)
+            elif finding.verdict == "not measured":
+                ElementTree.SubElement(case, "skipped", message=printable(finding.reason))
             else:
-                ElementTree.SubElement(case, "system-out").text = printable(f"{found.verdict}: {found.reason}\n{parts}")
+                ElementTree.SubElement(case, "system-out").text = printable(
+                    f"{finding.verdict}: {finding.reason}\n{parts}"
+                )
         ElementTree.SubElement(suite, "system-out").text = printable("\n".join([self.headline, *self.notes]))
         ElementTree.indent(root)
         return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
@@ -233,7 +234,7 @@ def cell(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Text without the characters that XML 1.0 can't hold even when escaped."""
+    """Text without characters that XML 1.0 can't represent even when escaped."""
     return re.sub("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text)
 
 

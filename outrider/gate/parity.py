@@ -1,11 +1,10 @@
-"""Are the answers the same?  Compares greedy texts token by token, and tells rounding ties from faults where they
-differ.
+"""Are the answers the same?  Compares greedy texts token by token, and tells rounding ties from faults.
 
-A pass over eight rows rounds differently from a pass over one, so two nearly equal likeliest tokens may change places:
-a tie. The margin tells ties from faults.  The model itself, without cache and draft, reads the text that both share in
-one pass, in its own precision and again in float64.  It gives how far each of the two tokens lies below the likeliest
-one, in units of rounding. The same is checked for every token of the drafted text, so that a fault of both texts is
-found too.  Above temperature 0, distributions are compared (`two_samples`); scores are compared by `equivalence`.
+A pass over eight rows rounds differently from a pass over one, so two nearly equal top tokens may swap: a tie.  The
+margin tells ties from faults.  The model itself, without cache and draft, reads the shared text in one pass, in its own
+precision and again in float64, and yields how far each of the two tokens lies below the top one, in units of rounding.
+Every token of the drafted text is checked this way, so faults of both texts are found too.  Above temperature 0,
+distributions are compared (`two_samples`); scores are compared by `equivalence`.
 """
 
 from __future__ import annotations
@@ -40,22 +39,21 @@ Verdict = Literal["equal", "tie", "bug"]
 Prompts = Sequence[Sequence[int]]
 OnText = Callable[[int], None]
 ALLOWED = 4.0
-"""Units of rounding that a tie may span.  The demo target differs by up to 2.3 between passes of other shapes and
-precisions."""
+"""Units of rounding that a tie may span.  The demo target differs by up to 2.3 between shapes and precisions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """The model's own logits at the first position where two texts differ, or where one leaves the model's choice."""
+    """The model's logits where two texts first differ, or where one departs from the model's choice."""
 
     position: int
     """Tokens of the answer before it."""
     tokens: tuple[int | None, int | None]
-    """Of the plain and of the drafted text there; None where one had ended."""
+    """Of the plain and the drafted text; None if one had ended."""
     shortfall: tuple[float | None, float | None]
-    """How far each of them lies below the model's largest logit."""
+    """How far each lies below the model's largest logit."""
     exact_shortfall: tuple[float | None, float | None] | None
-    """The same in float64; None where that is not possible or not needed."""
+    """The same in float64; None if that is impossible or not needed."""
     unit: float
     """One unit of rounding there; see `unit_of`."""
     verdict: Verdict
@@ -63,18 +61,19 @@ class Margin:
     @property
     def units(self) -> float:
         """The margin: the larger shortfall in units of rounding, in the more lenient of the two precisions."""
-        return min(_largest(found) for found in (self.shortfall, self.exact_shortfall) if found is not None) / self.unit
+        shortfalls = [each for each in (self.shortfall, self.exact_shortfall) if each is not None]
+        return min(map(_largest, shortfalls)) / self.unit
 
     @property
     def strays(self) -> str:
-        """Which text left the model's choice here: plain, drafted, both or neither."""
+        """Which text departs from the model's choice here: plain, drafted, both or neither."""
         plain, drafted = (value is None or value > ALLOWED * self.unit for value in self.shortfall)
         return "both" if plain and drafted else "plain" if plain else "drafted" if drafted else "neither"
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """One prompt continued both ways."""
+class GreedyPair:
+    """One prompt continued with and without a drafter."""
 
     id: str
     tokens: int
@@ -84,29 +83,29 @@ class Pair:
     worst: float
     """Largest shortfall of a drafted token in the model's own pass over the whole text, in units of rounding."""
     margin: Margin | None
-    """Where the two differ, or where the drafted text leaves the model's choice; None where neither happens."""
+    """Where the two differ, or where the drafted text departs from the model's choice; None if neither happens."""
     verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class GreedyComparison:
     """The greedy texts of all prompts, with and without a drafter."""
 
-    pairs: tuple[Pair, ...]
+    pairs: tuple[GreedyPair, ...]
     dtype: str
     allowed: float = ALLOWED
 
     @property
     def verdict(self) -> Verdict:
-        found = {pair.verdict for pair in self.pairs}
-        return "bug" if "bug" in found else "tie" if "tie" in found else "equal"
+        verdicts = {pair.verdict for pair in self.pairs}
+        return "bug" if "bug" in verdicts else "tie" if "tie" in verdicts else "equal"
 
     @property
     def worst(self) -> float:
         return max((pair.worst for pair in self.pairs), default=0.0)
 
     def as_json(self) -> dict[str, Any]:
-        """The comparison as values for JSON.  An infinite margin, of a text that ended too early, is null."""
+        """Values for JSON.  The infinite margin of a text that ended too early is null."""
         pairs = [asdict(pair) for pair in self.pairs]
         for row, pair in zip(pairs, self.pairs, strict=True):
             if pair.margin is not None:
@@ -128,10 +127,10 @@ class Comparison:
 def compare(
     target: TransformersTarget, prompts: Prompts, drafter: Drafter, *, max_new_tokens: int = 96, slots: int = 8,
     judge: SamplingJudge | None = None, ids: Sequence[str] | None = None, on_prompt: OnText | None = None,
-) -> Comparison:  # fmt: skip
+) -> GreedyComparison:  # fmt: skip
     """Continue every prompt (token ids) greedily with and without the drafter, and judge each pair.
 
-    on_prompt(done) counts finished texts, two for every prompt.  Raises DataError for no prompts, or one that does not
+    on_prompt(done) counts finished texts, two per prompt.  Raises DataError without prompts, or for one that does not
     fit.
     """
     audit = Audit(target)
@@ -140,20 +139,20 @@ def compare(
     plain, drafted = _both(target, [requests, requests], drafter, slots, judge, on_prompt)
     named = ids or [str(i) for i in range(len(prompts))]
     pairs = [audit.pair(*row) for row in zip(named, prompts, plain, drafted, strict=True)]
-    return Comparison(tuple(pairs), target.spec.dtype)
+    return GreedyComparison(tuple(pairs), target.spec.dtype)
 
 
 def prompts_of(
     target: TransformersTarget, task: str, count: int, max_new_tokens: int, seed: int = 0
 ) -> tuple[list[str], list[list[int]]]:
-    """Names and token ids of `count` prompts of a task, cut at the left to leave room for `max_new_tokens`."""
-    asked = list(names.prompts(task, count, seed))
+    """Names and token ids of `count` prompts of a task, truncated on the left to leave room for `max_new_tokens`."""
+    drawn = list(names.prompts(task, count, seed))
     room = target.spec.context - max_new_tokens
     cuts = Cuts()
-    tokens = [cuts.fit(as_tokens(target, prompt), room, prompt.id) for prompt in asked]
+    tokens = [cuts.fit(as_tokens(target, prompt), room, prompt.id) for prompt in drawn]
     if cuts.lost:
         log.warning("%s", sentence(cuts.lost))
-    return [prompt.id for prompt in asked], tokens
+    return [prompt.id for prompt in drawn], tokens
 
 
 def _fits(target: TransformersTarget, prompts: Prompts, max_new_tokens: int) -> None:
@@ -173,39 +172,41 @@ def _both(
     judge: SamplingJudge | None, on_text: OnText | None, shared_noise: bool = True,
 ) -> list[list[list[int]]]:  # fmt: skip
     """New tokens of every request of the first list, without the drafter, and of the second, with it."""
-    found: list[list[list[int]]] = []
+    both: list[list[list[int]]] = []
     done = 0
-    for own, arm in zip(requests, (None, drafter), strict=True):
-        texts: list[list[int]] = [[] for _ in own]
-        for progress in serve(target, own, arm, slots=slots, judge=judge or "standard", shared_noise=shared_noise):
+    for some, arm in zip(requests, (None, drafter), strict=True):
+        texts: list[list[int]] = [[] for _ in some]
+        for progress in serve(target, some, arm, slots=slots, judge=judge or "standard", shared_noise=shared_noise):
             texts[progress.request] += progress.tokens
             if progress.finish_reason is not None:
                 done += 1
                 if on_text is not None:
                     on_text(done)
-        found.append(texts)
-    return found
+        both.append(texts)
+    return both
 
 
 class Audit:
-    """Asks the model itself, outside the loop: no cache, no draft, one text at a time."""
+    """Checks texts with the model itself, outside the loop: no cache, no draft, one text at a time."""
 
     def __init__(self, target: TransformersTarget):
         self.target, self.model = target, target.model
 
-    def pair(self, name: str, prompt: Sequence[int], plain: Sequence[int], drafted: Sequence[int]) -> Pair:
+    def pair(self, name: str, prompt: Sequence[int], plain: Sequence[int], drafted: Sequence[int]) -> GreedyPair:
         """Judge two texts of one prompt.  The worst finding is the pair's verdict."""
         longer = max(len(plain), len(drafted))
         shared = next((i for i, (a, b) in enumerate(zip_longest(plain, drafted)) if a != b), longer)
         worst, strays = self._worst(prompt, drafted)
         margin = self.margin(prompt, plain, drafted, shared) if shared < longer else None
         if worst > ALLOWED and (margin is None or margin.verdict != "bug"):
-            # the pass over the whole text rounds in its own way too: ask again at that position
+            # the pass over the whole text has rounding of its own: check that position again
             both = plain if plain[: strays + 1] == drafted[: strays + 1] else drafted
             stray = self.margin(prompt, both, drafted, strays)
             margin = stray if margin is None or stray.verdict == "bug" else margin
         is_bug = margin is not None and margin.verdict == "bug"
-        return Pair(name, longer, shared, worst, margin, "bug" if is_bug else "equal" if shared == longer else "tie")
+        return GreedyPair(
+            name, longer, shared, worst, margin, "bug" if is_bug else "equal" if shared == longer else "tie"
+        )
 
     def margin(self, prompt: Sequence[int], plain: Sequence[int], drafted: Sequence[int], position: int) -> Margin:
         """The model's logits after the prompt and the first `position` tokens of the answer, compared with both
@@ -216,11 +217,11 @@ class Audit:
             drafted[position] if position < len(drafted) else None,
         )
         logits = self._logits(self.model, text)[-1]
-        own, unit = _shortfalls(logits, tokens), float(unit_of(logits, self.target))
+        shortfall, unit = _shortfalls(logits, tokens), float(unit_of(logits, self.target))
         exact = None
-        if _largest(own) > ALLOWED * unit and None not in tokens and (model := self._double) is not None:
+        if _largest(shortfall) > ALLOWED * unit and None not in tokens and (model := self._double) is not None:
             exact = _shortfalls(self._logits(model, text)[-1], tokens)
-        margin = Margin(position, tokens, own, exact, unit, "tie")
+        margin = Margin(position, tokens, shortfall, exact, unit, "tie")
         return margin if margin.units <= ALLOWED else replace(margin, verdict="bug")
 
     def _worst(self, prompt: Sequence[int], answer: Sequence[int]) -> tuple[float, int]:
@@ -228,21 +229,21 @@ class Audit:
         if not answer:
             return 0.0, 0
         logits = self._logits(self.model, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
-        own = logits.gather(-1, torch.tensor(answer, device=logits.device)[:, None])[:, 0]
-        units = (logits.amax(-1) - own) / unit_of(logits, self.target)
+        chosen = logits.gather(-1, torch.tensor(answer, device=logits.device)[:, None])[:, 0]
+        units = (logits.amax(-1) - chosen) / unit_of(logits, self.target)
         position = int(units.argmax())
         return float(units[position]), position
 
     @torch.inference_mode()
     def _logits(self, model: Any, text: Sequence[int]) -> Tensor:
-        """[S, V] in float64, as the model's own forward gives them for one whole text."""
+        """[S, V] in float64, from the model's own forward over one whole text."""
         tokens = torch.tensor([list(text)], device=model.device)
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits
         return logits[0].double()
 
     @cached_property
     def _double(self) -> Any:
-        """The model in float64, made once; None where it is quantised or would not fit into half of the free memory.
+        """The model in float64, made once; None if it is quantised or would not fit into half of the free memory.
 
         Parts that a family always computes in float32, such as norms, stay in float32.
         """
@@ -255,10 +256,9 @@ class Audit:
 def unit_of(logits: Tensor, target: TransformersTarget) -> Tensor:
     """One unit of rounding of these logits [..., V].  Returns [...].
 
-    ulp(z) · sqrt(2 L + 1), with z the largest logit or, where that is larger, their root mean square.  The residual
-    stream is rounded once after each of the two sublayers of L layers, the logits once more; errors of equal size and
-    random sign add up as a root.  A unit is an order of magnitude, not a bound: roundings inside a sublayer add up to a
-    few units.
+    ulp(z) · sqrt(2 L + 1), with z the largest logit or, if larger, their root mean square.  The residual stream is
+    rounded once after each of the two sublayers of L layers, the logits once more; errors of equal size and random sign
+    add up as a root.  A unit is an order of magnitude, not a bound: roundings inside a sublayer add up to a few units.
     """
     size = torch.maximum(logits.amax(-1).abs(), logits.pow(2).mean(-1).sqrt()).clamp(min=1e-30)
     spacing = torch.finfo(getattr(torch, target.spec.dtype)).eps * 2 ** size.log2().floor()
@@ -272,7 +272,7 @@ def _shortfalls(logits: Tensor, tokens: tuple[int | None, int | None]) -> tuple[
 
 
 def _largest(shortfall: tuple[float | None, float | None]) -> float:
-    """Infinite where one text ended and the other did not: no logit explains that."""
+    """Infinite if only one text ended: no logit explains that."""
     return max(math.inf if value is None else value for value in shortfall)
 
 
@@ -284,11 +284,10 @@ def compare_samples(
     max_new_tokens: int = 16, slots: int = 32, judge: SamplingJudge | None = None, alpha: float = 0.01, seed: int = 0,
     on_text: OnText | None = None,
 ) -> Samples:  # fmt: skip
-    """Sample `samples` texts of every prompt with and without the drafter, with independent noise, and test the two
-    sets.
+    """Sample `samples` texts per prompt with and without the drafter, with independent noise, and test the two sets.
 
-    With one seed for both, the texts would be equal token by token, which does not test the acceptance rule of unseeded
-    requests.  Here the noise is not shared, and a run can still be repeated.  on_text(done) counts the texts of both
+    With the same seeds, the texts would be equal token by token, which does not test the acceptance rule of unseeded
+    requests.  Here the noise is not shared, and a run is still repeatable.  on_text(done) counts the texts of both
     sets.
     """
     _fits(target, prompts, max_new_tokens)
@@ -299,8 +298,8 @@ def compare_samples(
         ]
         for arm in range(2)
     ]  # fmt: skip
-    found = [
+    sets = [
         [texts[start : start + samples] for start in range(0, len(texts), samples)]
         for texts in _both(target, requests, drafter, slots, judge, on_text, shared_noise=False)
     ]
-    return two_samples(found[0], found[1], positions=min(8, max_new_tokens), alpha=alpha, seed=seed)
+    return two_samples(sets[0], sets[1], positions=min(8, max_new_tokens), alpha=alpha, seed=seed)

@@ -12,7 +12,7 @@ from outrider.gate.depths import acceptance, skew
 from outrider.gate.figures import clean_figure, slowest, speed, tokens_per_step
 from outrider.gate.outcome import Finding, Part, Test, Unit, Verdict, silent
 from outrider.gate.policy import TIMED, Limit, Policy, Rule
-from outrider.gate.statistics.pairing import Comparison
+from outrider.gate.statistics.pairing import MatchedReports
 from outrider.report.schema import Row
 from outrider.report.summary import loss
 
@@ -37,7 +37,7 @@ NAMES = {"acceptance by depth": "acceptance", "train-serve skew": "acceptance ag
 """The name of a rule's figure in a reason, if it is not the rule's name."""
 
 
-def findings(comparison: Comparison, policy: Policy) -> list[Finding]:
+def findings(comparison: MatchedReports, policy: Policy) -> list[Finding]:
     """Every rule with its figures.  Rules that the policy turns off or that another machine makes meaningless count as
     not measured."""
     both = (comparison, policy)
@@ -64,7 +64,7 @@ def findings(comparison: Comparison, policy: Policy) -> list[Finding]:
     return rules
 
 
-def exactness(comparison: Comparison, policy: Policy) -> Iterator[Part]:
+def exactness(comparison: MatchedReports, policy: Policy) -> Iterator[Part]:
     """Every row of the candidate, even if the baseline lacks it, except lossy rows that the policy allows."""
     rows = [row for row in comparison.new.rows if row.lossless is not False or policy.lossy_rule == "stop"]
     for row in rows:
@@ -90,7 +90,7 @@ def _place(row: Row) -> str:
     return f"{row.drafter} on {row.task} at T {row.temperature:g}"
 
 
-def lossy(comparison: Comparison, policy: Policy) -> Iterator[Part]:
+def lossy(comparison: MatchedReports, policy: Policy) -> Iterator[Part]:
     """Rows of the candidate whose acceptance rule changes the output on purpose."""
     for row in comparison.new.rows:
         where = _place(row)
@@ -106,7 +106,7 @@ def lossy(comparison: Comparison, policy: Policy) -> Iterator[Part]:
             yield Part(where, "pass", "measured under the exact rule", row.distance)
 
 
-def contamination(comparison: Comparison, policy: Policy) -> Iterator[Part]:
+def contamination(comparison: MatchedReports, policy: Policy) -> Iterator[Part]:
     """Prompts that occur in what the drafter was trained on or drafts from."""
     tolerated = policy.contamination.tolerated
     for group in comparison.groups:
@@ -130,7 +130,7 @@ def contamination(comparison: Comparison, policy: Policy) -> Iterator[Part]:
         yield Part(group.name, verdict, reason, share, prompts=checked)
 
 
-def left_out(comparison: Comparison, policy: Policy) -> Iterator[Part]:
+def left_out(comparison: MatchedReports, policy: Policy) -> Iterator[Part]:
     """The share of prompts that were tried and left out."""
     new, old = comparison.new.share_left_out, comparison.old.share_left_out
     if new is None or old is None:
@@ -140,7 +140,7 @@ def left_out(comparison: Comparison, policy: Policy) -> Iterator[Part]:
     yield Part("", "stop" if new - old > policy.left_out.tolerated + 1e-9 else "pass", reason, new - old)
 
 
-def machine(comparison: Comparison) -> Iterator[Part]:
+def machine(comparison: MatchedReports) -> Iterator[Part]:
     """Whether both were measured on one machine."""
     others = comparison.differences
     missing = [name for name, r in (("candidate", comparison.new), ("baseline", comparison.old)) if not r.fingerprint]

@@ -15,14 +15,14 @@ TEXT_KEYS = ("text", "answer", "output", "completion")
 
 @dataclass(frozen=True, slots=True)
 class TextPair:
-    """Two servers' answers to one prompt.  Their tokens are unknown, so a tie can't be told from a fault."""
+    """Two servers' answers to a prompt.  Without their tokens, a tie can't be told from a fault."""
 
     id: str
     is_equal: bool
     first_character: int | None
     """Index of the first character that differs."""
     excerpts: tuple[str, str] | None
-    """The texts from there on."""
+    """The texts from there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +43,15 @@ class Texts:
         return {"verdict": self.verdict, "texts": len(self.pairs), "pairs": [asdict(pair) for pair in self.pairs]}
 
 
-def compare_texts(ours: str | Path, theirs: str | Path) -> Texts:
-    """Compare two JSONL files of answers, matched by `id` where rows have one, else by row.
+def compare_texts(first: str | Path, second: str | Path) -> Texts:
+    """Compare two JSONL files of answers, matched by `id` if rows have one, else by row.
 
-    The answer is in text, answer, output or completion.  Raises DataError with file and line.
+    The answer is under text, answer, output or completion.  Raises DataError with file and line.
     """
-    one, other = _answers(Path(ours)), _answers(Path(theirs))
+    one, other = _answers(Path(first)), _answers(Path(second))
     if set(one) != set(other):
         lone = sorted(set(one) ^ set(other))[0]
-        has, lacks = (ours, theirs) if lone in one else (theirs, ours)
+        has, lacks = (first, second) if lone in one else (second, first)
         raise DataError(
             f"{has} has an answer to {lone!r}, but {lacks} has none; give two files of answers to the same prompts"
         )
@@ -64,7 +64,7 @@ def _text_pair(name: str, one: str, other: str) -> TextPair:
 
 
 def _answers(path: Path) -> dict[str, str]:
-    found: dict[str, str] = {}
+    answers: dict[str, str] = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -79,10 +79,10 @@ def _answers(path: Path) -> dict[str, str]:
         values = [row[key] for key in TEXT_KEYS if isinstance(row.get(key), str)] if isinstance(row, dict) else []
         if not values:
             raise DataError(f"{path}, line {number} has no answer; put a text under one of {', '.join(TEXT_KEYS)}")
-        name = str(row.get("id", len(found)))
-        if name in found:
+        name = str(row.get("id", len(answers)))
+        if name in answers:
             raise DataError(f"{path}, line {number}: id {name!r} occurs a second time; give one answer per prompt")
-        found[name] = values[0]
-    if not found:
+        answers[name] = values[0]
+    if not answers:
         raise DataError(f"{path} has no answer in it; give a JSONL file with one answer per line")
-    return found
+    return answers

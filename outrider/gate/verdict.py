@@ -1,9 +1,9 @@
 """May this draft ship?  Compares two reports of the same prompts and gives one verdict with its reasons.  No torch.
 
 A gate must stop what got worse and nothing else.  Figures are compared prompt by prompt, and prompts are resampled.
-All noisy tests of all rules share one probability of a false alarm (Holm).  One more test covers all tasks together:
-nine tasks of 22 prompts show a loss of 3 % only together.  A loss stops where the corrected interval of new/old lies
-below 1 and its center below what is tolerated; it warns where the uncorrected interval does.
+All statistical tests of all rules share one probability of a false alarm (Holm).  One more test covers all tasks
+together: nine tasks of 22 prompts show a loss of 3 % only together.  A loss stops the gate if the corrected interval of
+new/old lies below 1 and its center below the tolerance; it leads to a warning if only the uncorrected interval does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from outrider.errors import DataError
-from outrider.gate.outcome import Decision, Finding, Outcome, Part, Test, Verdict, silent
+from outrider.gate.outcome import Decision, Finding, GateOutcome, Part, Test, Verdict, silent
 from outrider.gate.policy import TIMED, Policy
 from outrider.gate.rules import findings
 from outrider.gate.statistics.noise import (
@@ -26,7 +26,7 @@ from outrider.gate.statistics.noise import (
     widen,
     widening,
 )
-from outrider.gate.statistics.pairing import Comparison, compare
+from outrider.gate.statistics.pairing import MatchedReports, compare
 from outrider.report.bootstrap import Interval, holm
 from outrider.report.schema import Report
 
@@ -36,19 +36,19 @@ LOSSES = (0.01, 0.02, 0.03)
 def gate(
     new: Report, old: Report, policy: Policy | None = None, *, alike: Sequence[tuple[Report, Report]] = (),
     allow_other_machine: bool = False,
-) -> Outcome:  # fmt: skip
+) -> GateOutcome:  # fmt: skip
     """Judge a candidate's report against a baseline's.  alike: pairs of reports of the same draft, which show the
     noise.
 
-    DataError where the two can't be compared: they have other targets, prompts or machines.
+    DataError if the two can't be compared because targets, prompts or machines differ.
     """
     policy = policy or Policy()
     comparison = compare(new, old, policy.shared)
     others = comparison.differences
     if others and not allow_other_machine:
         raise DataError(
-            f"the reports come from different machines or settings ({'; '.join(others)}); measure both on one, "
-            "or leave the times out with --allow-other-machine"
+            f"the reports come from different machines or settings ({'; '.join(others)}); measure both on the same "
+            "machine, or leave out times with --allow-other-machine"
         )
     sigma = spread(speed_logs(comparison, policy))
     noise = noise_of([alike_pair(a, b, new, policy, allow_other_machine) for a, b in alike], policy)
@@ -57,15 +57,15 @@ def gate(
     tail = (1 - policy.level) / 2
     chances = [test.estimate.chance_of(0.0) for rule in rules for test in rule.tests]
     allowed = iter(holm(chances, policy.false_stops))
-    # acceptance falls where drafts get deeper; where tokens per step surely rose, that is not a loss
+    # acceptance falls when drafts get deeper; that is not a loss if tokens per step rose significantly
     paces = [test for rule in rules if rule.rule == "tokens per step" for test in rule.tests if test.is_whole]
     is_faster_paced = bool(paces) and all(test.estimate.bound(tail) > 0 for test in paces)
     judged = [_judged(rule, [next(allowed) for _ in rule.tests], tail) for rule in rules]
     judged = [
-        found.eased()
-        if found.limit.action == "warn" or (is_faster_paced and found.rule == "acceptance by depth")
-        else found
-        for found in judged
+        finding.eased()
+        if finding.limit.action == "warn" or (is_faster_paced and finding.rule == "acceptance by depth")
+        else finding
+        for finding in judged
     ]
     excused = [*_set_aside(new, rules, policy), *(TIMED if others else ())]
     largest_sigma = max(filter(None, (sigma, noise.sigma if noise else None)), default=None)
@@ -74,11 +74,11 @@ def gate(
     too_few = "" if "speed" in excused else _too_few(comparison, policy, largest_sigma, tail_of_one)
     decision, headline = _together(judged, policy, excused, too_few)
     notes = (*comparison.notes, *noise_notes(noise, sigma, widened))
-    return Outcome(decision, tuple(judged), headline, notes, len(chances), largest_sigma, widened, tuple(needed))
+    return GateOutcome(decision, tuple(judged), headline, notes, len(chances), largest_sigma, widened, tuple(needed))
 
 
-def _too_few(comparison: Comparison, policy: Policy, sigma: float | None, tail: float) -> str:
-    """Why the prompts are too few to show the loss of speed that must not pass; empty where they are enough."""
+def _too_few(comparison: MatchedReports, policy: Policy, sigma: float | None, tail: float) -> str:
+    """Why the prompts are too few to detect the loss of speed that must not pass; empty if they are enough."""
     if policy.detectable_loss is None or not sigma:
         return ""
     fewest = min(sum(len(pair.prompts) for pair in group.pairs.values()) for group in comparison.groups)
@@ -90,13 +90,13 @@ def _too_few(comparison: Comparison, policy: Policy, sigma: float | None, tail: 
 
 
 def _judged(rule: Finding, allowed: Sequence[float], tail: float) -> Finding:
-    """The rule, each test replaced by a part."""
-    parts = [_part(rule, test, own, tail) for test, own in zip(rule.tests, allowed, strict=True)]
+    """The rule with each test replaced by a part."""
+    parts = [_part(rule, test, share, tail) for test, share in zip(rule.tests, allowed, strict=True)]
     return replace(rule, tests=(), parts=(*parts, *rule.parts) or (silent("", "nothing to compare"),))
 
 
 def _part(rule: Finding, test: Test, allowed: float, tail: float) -> Part:
-    """A loss is one where the interval lies below 0 and its center below what is tolerated."""
+    """It is a loss if the interval lies below 0 and its center below the tolerance."""
     estimate, is_ratio, limit = test.estimate, rule.unit == "new/old", rule.limit.tolerated
     lowest = -limit if not is_ratio else -math.log1p(limit) if rule.rises else math.log1p(-limit)
     alone, corrected = estimate.interval(tail), estimate.interval(allowed)
@@ -105,20 +105,19 @@ def _part(rule: Finding, test: Test, allowed: float, tail: float) -> Part:
     verdict: Verdict = "stop" if is_sure and not test.eased else "warn" if is_likely else "pass"
 
     def shown(interval: Interval) -> Interval:
-        """An interval of log ratios as ratios new/old, the larger end last."""
+        """An interval of log ratios as ratios new/old, smaller end first."""
         if not is_ratio:
             return interval
         ratios = [math.exp(-value if rule.rises else value) for value in interval]
         return Interval(ratios[0], min(ratios[1:]), max(ratios[1:]))
 
-    found = shown(alone)
-    text = f"{rule.what} {_change(rule, found.center)}"
-    text += f" ({_change(rule, found.low)} to {_change(rule, found.high)})"
+    figure = shown(alone)
+    text = f"{rule.what} {_change(rule, figure.center)} ({_change(rule, figure.low)} to {_change(rule, figure.high)})"
     if is_past:
         beyond = f"{100 * limit:.2g} {'%' if is_ratio else 'points'} tolerated"
         doubt = "" if is_sure else "sure alone but not among all tests" if is_likely else "may be noise"
         text = ", ".join(filter(None, (text, beyond, doubt, test.eased)))
-    return Part(test.where, verdict, text, found.center, found, shown(corrected), test.prompts)
+    return Part(test.where, verdict, text, figure.center, figure, shown(corrected), test.prompts)
 
 
 def _change(rule: Finding, value: float) -> str:
@@ -128,19 +127,19 @@ def _change(rule: Finding, value: float) -> str:
 def _together(
     findings: Sequence[Finding], policy: Policy, excused: Sequence[str], too_few: str
 ) -> tuple[Decision, str]:  # fmt: skip
-    """The overall decision, and its reason in one sentence.  too_few: why the prompts don't suffice for a pass."""
+    """The overall decision and its reason in one sentence.  too_few: why the prompts don't suffice for a pass."""
     stops, warnings, silent = (
         [f for f in findings if f.verdict == which] for which in ("stop", "warn", "not measured")
     )
-    holes = [(found, part) for found in findings for part in found.parts if part.is_hole]
-    is_asked = lambda found: found.rule in policy.required and found.rule not in excused
+    holes = [(finding, part) for finding in findings for part in finding.parts if part.is_hole]
+    is_asked = lambda finding: finding.rule in policy.required and finding.rule not in excused
     short = [(f.rule, f.reason) for f in silent if is_asked(f) and all(part.is_short for part in f.parts)]
     missing = [(f.rule, f.reason) for f in silent if is_asked(f) and not all(part.is_short for part in f.parts)]
     missing += [(f.rule, f"{p.where}: {p.reason}") for f, p in holes if is_asked(f)]
     stops += warnings if policy.warnings_stop else []
-    unsaid = f"; not measured: {', '.join(found.rule for found in silent)}" if silent else ""
+    unsaid = f"; not measured: {', '.join(finding.rule for finding in silent)}" if silent else ""
     if stops:
-        more = f"; and by {', '.join(found.rule for found in stops[1:])}" if len(stops) > 1 else ""
+        more = f"; and by {', '.join(finding.rule for finding in stops[1:])}" if len(stops) > 1 else ""
         return "stop", f"STOP by {stops[0].rule}: {stops[0].reason}{more}{unsaid}"
     if missing:
         return "stop", f"STOP: {missing[0][0]} is required and was not measured: {missing[0][1]}{unsaid}"
@@ -148,12 +147,12 @@ def _together(
         why = f"{short[0][0]} is required, and {short[0][1]}" if short else too_few
         return "underpowered", f"UNDERPOWERED: {why}; measure more prompts (evaluate.prompts){unsaid}"
     if warnings:
-        return "warn", f"PASS with warnings by {', '.join(found.rule for found in warnings)}{unsaid}"
+        return "warn", f"PASS with warnings by {', '.join(finding.rule for finding in warnings)}{unsaid}"
     return "pass", f"PASS: no rule found a loss{unsaid}"
 
 
 def _set_aside(new: Report, rules: Sequence[Finding], policy: Policy) -> list[str]:
-    """Rules that the policy turns off: they need not be measured."""
+    """Rules that the policy turns off, which need not be measured."""
     off: list[str] = [rule.rule for rule in rules if rule.limit.action == "off"]
     is_lossy = policy.lossy_rule == "allow" and all(row.lossless is False for row in new.rows)
     return [*off, "exactness"] if is_lossy else off

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from outrider import machine
-from outrider.report.fingerprint import Value
+from outrider.report.compare import Fact
 
 T = TypeVar("T")
 GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
@@ -28,10 +28,10 @@ GPU_FACTS = {
 """Our names and nvidia-smi's.  The current clock is omitted because it changes with every reading."""
 
 
-def fingerprint(target: Any = None, **more: Value) -> dict[str, Value]:
+def fingerprint(target: Any = None, **more: Fact) -> dict[str, Fact]:
     """Names and values; `target` adds its number type, whether its steps are compiled, and its quantization."""
     device = torch.device("cpu") if target is None else target.device
-    facts: dict[str, Value] = {
+    facts: dict[str, Fact] = {
         "cpu": machine.cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cpu_governor": _or_none(lambda: GOVERNOR.read_text().strip() or None),
@@ -57,7 +57,7 @@ def fingerprint(target: Any = None, **more: Value) -> dict[str, Value]:
     return facts | more
 
 
-def _gpu(index: int) -> dict[str, Value]:
+def _gpu(index: int) -> dict[str, Fact]:
     """Facts from nvidia-smi; all None if it is not installed."""
     command = [
         "nvidia-smi",

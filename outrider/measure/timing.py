@@ -14,7 +14,7 @@ from torch import nn
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import Request
 from outrider.generation import batch, serve
-from outrider.measure import memory
+from outrider.measure import peak_memory
 from outrider.measure.record import Run
 from outrider.nn.drafting.ensemble import Ensemble
 from outrider.nn.drafting.remote import RemoteDrafter
@@ -36,7 +36,7 @@ def run_batch(
     """
     runs = [Run() for _ in requests]
     state = batch(target, len(requests), judge or "standard", shared_noise, None if ends else frozenset())
-    is_watched = memory.reset(target.device)
+    is_watched = peak_memory.reset(target.device)
     with model_clock(target, drafter) as clock:
         began = now = time.perf_counter()
         step, parts = None, (0.0, 0.0, 0.0, 0.0)
@@ -68,7 +68,7 @@ def run_batch(
             run.other_s += parts[2]
             run.model_s += parts[3]
         whole_s = time.perf_counter() - began
-    peak, tokens = memory.peak(target.device) if is_watched else None, sum(len(run.tokens) for run in runs)
+    peak, tokens = peak_memory.peak_bytes(target.device) if is_watched else None, sum(len(run.tokens) for run in runs)
     for run in runs:
         run.seconds, run.memory_peak_bytes = whole_s * len(run.tokens) / tokens, peak
     runs[0].invalid = state.invalid  # counted for all slots together

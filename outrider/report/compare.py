@@ -1,15 +1,15 @@
-"""Comparison: the same rows of several reports side by side, prompt against prompt.  Measures nothing, knows no torch.
+"""The same rows of several reports side by side, prompt by prompt.  No torch.
 
-A ratio is computed over the prompts that both reports have: what differs between prompts cancels, so a small change
-shows.  Its interval says how far it would move with other prompts.  It does not know of a machine that was busy on one
-of the days: speed-ups, each measured against the target alone in its own run, therefore come before tokens per second.
+A ratio is computed over the prompts that both reports have: differences between prompts cancel, so small changes show.
+Its interval is over prompts and ignores load on the machine.  Speed-ups, which are relative to the target alone in the
+same run, therefore come before tokens per second.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from outrider.report.schema import Report, Row
 from outrider.report.summary import many, named, say
 
 Statistic = Callable[[Floats], Floats]
+Fact = str | int | float | bool | None
+"""A value of a fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,13 @@ class Change:
     """other / base over the prompts of both."""
     low: float | None = None
     high: float | None = None
-    """The ratio's 95 % interval; null where there are too few prompts."""
+    """The ratio's 95 % interval; None for too few prompts."""
     prompts: int = 0
     more_is_better: bool = True
 
     @property
     def outcome(self) -> str:
-        """better or worse where the interval is on one side of 1, unclear where it contains 1."""
+        """better or worse if the interval is on one side of 1, unclear if it contains 1."""
         if self.ratio is None or self.low is None or self.high is None:
             return "too few prompts" if self.prompts else "not measured"
         if self.low <= 1 <= self.high:
@@ -73,12 +75,12 @@ class Against:
     unmatched: tuple[str, ...]
     """Rows that only one of the two has."""
     differing: dict[str, tuple[Any, Any]]
-    """Entries of the fingerprint, and the target, that differ: (base's, the other's)."""
+    """Differing entries of the fingerprint, and the target: (base's, the other's)."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Reports against the first of them."""
+    """Several reports against the first one."""
 
     name: str
     base: Report
@@ -86,7 +88,7 @@ class Comparison:
 
     @classmethod
     def of(cls, reports: Sequence[tuple[str, Report]]) -> Comparison:
-        """Compare (name, report) pairs with the first one.  DataError where nothing can be compared."""
+        """Compare (name, report) pairs with the first one.  DataError if nothing can be compared."""
         if len(reports) < 2:
             raise DataError(f"a comparison needs two or more reports, got {len(reports)}; name another one")
         (name, base), rest = reports[0], reports[1:]
@@ -100,31 +102,31 @@ class Comparison:
         return cls(name, base, others)
 
     def headline(self) -> str:
-        """What changed, in a sentence for each report."""
+        """What changed, in one sentence per report."""
         return " ".join(_sentence(self.name, other) for other in self.others)
 
     def warnings(self) -> list[str]:
-        """What makes the comparison weaker than it looks."""
-        found = []
+        """What weakens the comparison."""
+        warnings = []
         for other in self.others:
             if other.differing:
                 parts = [f"{key} {plain(a)} / {plain(b)}" for key, (a, b) in other.differing.items()]
-                found.append(
+                warnings.append(
                     f"{self.name} and {other.name} were not measured alike: {', '.join(parts)}. Their tokens per "
                     "second can't be compared; their tokens per step can, and their speed-ups with care."
                 )
             if not self.base.fingerprint or not other.report.fingerprint:
-                found.append(
-                    f"{self.name} or {other.name} has no fingerprint: whether they ran on one machine is not known."
+                warnings.append(
+                    f"{self.name} or {other.name} has no fingerprint: they may have run on different machines."
                 )
             if any(pair.base.noise != pair.other.noise for pair in other.pairs):
-                found.append(
+                warnings.append(
                     f"Above temperature 0, drafts of one of {self.name} and {other.name} drew from the target's noise, "
                     "which accepts fewer: their acceptance can't be compared there."
                 )
             if other.unmatched:
-                found.append(f"In only one of {self.name} and {other.name}: {'; '.join(other.unmatched)}.")
-        return found
+                warnings.append(f"In only one of {self.name} and {other.name}: {'; '.join(other.unmatched)}.")
+        return warnings
 
     def values(self) -> dict[str, Any]:
         """The comparison as JSON."""
@@ -163,7 +165,7 @@ class Comparison:
 
 
 def by_occurrence(prompts: Iterable[PromptResult]) -> dict[tuple[str, int], PromptResult]:
-    """Prompts by their id and its occurrence: by these, prompts of two reports are paired."""
+    """Prompts by id and occurrence of the id, for pairing the prompts of two reports."""
     counts: Counter[str] = Counter()
     by_key = {}
     for prompt in prompts:
@@ -172,14 +174,14 @@ def by_occurrence(prompts: Iterable[PromptResult]) -> dict[tuple[str, int], Prom
     return by_key
 
 
-def paired(ours: Iterable[PromptResult], theirs: Iterable[PromptResult]) -> list[tuple[PromptResult, PromptResult]]:
+def paired(base: Iterable[PromptResult], other: Iterable[PromptResult]) -> list[tuple[PromptResult, PromptResult]]:
     """The prompts that both have."""
-    found = by_occurrence(theirs)
-    return [(prompt, found[key]) for key, prompt in by_occurrence(ours).items() if key in found]
+    others = by_occurrence(other)
+    return [(prompt, others[key]) for key, prompt in by_occurrence(base).items() if key in others]
 
 
 def _lost(row: Row, reference: Row) -> float | None:
-    """How many tokens per step `row` has fewer than `reference`, the same on its training's precision."""
+    """How many tokens per step `row` loses against `reference`, the same row on its training's precision."""
     alike = ("drafter", "task", "temperature", "rule", "policy", "verification")
     is_same = all(getattr(row, name) == getattr(reference, name) for name in alike)
     if not is_same or not row.crosses_precisions or not row.is_trained_on(reference.precision):
@@ -194,25 +196,25 @@ def _lost(row: Row, reference: Row) -> float | None:
 
 
 def with_losses(report: Report, other: Report) -> Report:
-    """The report with `tokens_per_step_lost`, where `other` has the same drafter on the precision it was trained on.
+    """The report with `tokens_per_step_lost` if `other` has the same drafter on the precision it was trained on.
 
-    Over the prompts that both have.
+    The loss is over the prompts that both have.
     """
     rows = []
     for row in report.rows:
-        lost = next((found for same in other.rows if (found := _lost(row, same)) is not None), None)
+        lost = next((loss for same in other.rows if (loss := _lost(row, same)) is not None), None)
         rows.append(row if lost is None else row.model_copy(update={"tokens_per_step_lost": lost}))
     return report.model_copy(update={"rows": tuple(rows)})
 
 
 def names(paths: Sequence[Path]) -> list[str]:
-    """A short name for each path: the folder of a report.json, the stem of another file; longer where two are equal."""
+    """A short name for each path: the folder of a report.json, the stem of other files; longer if two are equal."""
     paths_of = [path.absolute().parent if path.name == "report.json" else path.absolute() for path in paths]
     parts = [(*place.parts[:-1], place.name if place.is_dir() else place.stem) for place in paths_of]
     for length in range(1, max(len(part) for part in parts) + 1):
-        found = ["/".join(part[-length:]) for part in parts]
-        if len(set(found)) == len(found):
-            return found
+        shortened = ["/".join(part[-length:]) for part in parts]
+        if len(set(shortened)) == len(shortened):
+            return shortened
     return [f"{'/'.join(part[-1:])} ({number})" for number, part in enumerate(parts, 1)]
 
 
@@ -223,21 +225,22 @@ def _against(base: Report, name: str, other: Report) -> Against:
     values = {"target": (base.target, other.target)} | {
         k: (base.fingerprint.get(k), other.fingerprint.get(k)) for k in keys
     }
-    return Against(name, other, pairs, unmatched, {key: found for key, found in values.items() if found[0] != found[1]})
+    differing = {key: (before, now) for key, (before, now) in values.items() if before != now}
+    return Against(name, other, pairs, unmatched, differing)
 
 
 def _matched(base: Sequence[Row], other: Sequence[Row]) -> tuple[list[tuple[Row, Row]], tuple[str, ...]]:
-    """Rows of the same drafter, task, temperature and rule; then rows left alone on their task and temperature."""
-    left, right, found = list(base), list(other), []
+    """Rows of the same drafter, task, temperature and rule; then rows that are alone on their task and temperature."""
+    left, right, matched = list(base), list(other), []
     for key in (lambda row: (row.drafter, *_place(row)), _place):
         for row in list(left):
             candidates = [candidate for candidate in right if key(candidate) == key(row)]
             alone = sum(key(candidate) == key(row) for candidate in left) == 1 and len(candidates) == 1
             if alone:
-                found.append((row, candidates[0]))
+                matched.append((row, candidates[0]))
                 left.remove(row)
                 right.remove(candidates[0])
-    return found, tuple(named(row) for row in [*left, *right])
+    return matched, tuple(named(row) for row in [*left, *right])
 
 
 def _place(row: Row) -> tuple[Any, ...]:
@@ -249,17 +252,17 @@ def _pair_name(base: Row, other: Row) -> str:
 
 
 def _changes(base: Row, other: Row) -> tuple[Change, ...]:
-    """The measures that both rows have, the sturdiest first."""
+    """The measures that both rows have, the most robust first."""
     pairs = paired(base.per_prompt, other.per_prompt)
     counts = [(b.tokens, b.steps, a.tokens, a.steps) for a, b in pairs if a.tokens and a.steps and b.tokens and b.steps]
 
     def of_means(
-        measure: str, ours: float | None, theirs: float | None, name: str, more_is_better: bool = True
+        measure: str, before: float | None, now: float | None, name: str, more_is_better: bool = True
     ) -> Change:
         """Geometric mean of the prompts' own ratios."""
         logs = [math.log(there / here) for a, b in pairs if (here := getattr(a, name)) and (there := getattr(b, name))]
         mean: Statistic = lambda table: table.mean(axis=-1)
-        return _change(Change(measure, ours, theirs, more_is_better=more_is_better), logs, mean, math.exp)
+        return _change(Change(measure, before, now, more_is_better=more_is_better), logs, mean, math.exp)
 
     return (
         _change(Change("tokens per step", base.tokens_per_step, other.tokens_per_step), counts, rate_ratio, float),
@@ -270,9 +273,9 @@ def _changes(base: Row, other: Row) -> tuple[Change, ...]:
 
 
 def _change(change: Change, values: Sequence[Any], statistic: Statistic, scale: Callable[[float], float]) -> Change:
-    """With the ratio over prompts, and the 95 % interval, widened for few prompts, whose draws vary too little.
+    """The change with its ratio over prompts and 95 % interval, widened for few prompts, whose draws vary too little.
 
-    values: one a prompt; scale: from the statistic to the ratio.
+    values: one per prompt; scale: from the statistic to the ratio.
     """
     if not values:
         return change
@@ -285,7 +288,7 @@ def _change(change: Change, values: Sequence[Any], statistic: Statistic, scale: 
 
 
 def _sentence(base: str, other: Against) -> str:
-    """How many rows got better or worse, by the speed-up where it was measured, else by tokens per step."""
+    """How many rows got better or worse, by speed-up if measured, else by tokens per step."""
     changes = [pair.changes[1] if pair.changes[1].ratio is not None else pair.changes[0] for pair in other.pairs]
     if len(changes) == 1:
         change = changes[0]
@@ -300,7 +303,7 @@ def _sentence(base: str, other: Against) -> str:
 
 
 def cells_of(change: Change) -> tuple[str, ...]:
-    """A change as a line of a table."""
+    """A change as a row of a table."""
     spec = ".2f" if change.measure in ("tokens per step", "speed-up") else ".1f"
     ends = "–" if change.low is None else f"{change.low:.2f} to {change.high:.2f}"
     return (
@@ -310,5 +313,27 @@ def cells_of(change: Change) -> tuple[str, ...]:
 
 
 def plain(value: Any) -> str:
-    """A value of a fingerprint in words."""
+    """A value of a fingerprint as text."""
     return "–" if value is None else str(value)
+
+
+def differences(a: Mapping[str, Fact], b: Mapping[str, Fact]) -> list[str]:
+    """Differences between two fingerprints, such as `torch 2.9.0 against 2.13.0`.
+
+    An empty fingerprint equals nothing, since nothing is known about it.
+    """
+    missing = [name for name, facts in (("first", a), ("second", b)) if not facts]
+    if missing:
+        return [f"the {name} report has no fingerprint" for name in missing]
+    return [
+        f"{name.replace('_', ' ')} {_fact(a, name)} against {_fact(b, name)}"
+        for name in sorted(
+            a.keys() | b.keys(), key=lambda name: (name not in a, list(a).index(name) if name in a else 0, name)
+        )
+        if a.get(name) != b.get(name)
+    ]
+
+
+def _fact(facts: Mapping[str, Fact], name: str) -> str:
+    value = facts.get(name)
+    return "unknown" if value is None else ("yes" if value else "no") if isinstance(value, bool) else str(value)

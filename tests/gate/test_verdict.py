@@ -16,7 +16,7 @@ from verbs import outrider_with
 from benchmarks.gate import reports
 from outrider.errors import ConfigError, DataError
 from outrider.gate.depths import depths_of
-from outrider.gate.outcome import Outcome
+from outrider.gate.outcome import GateOutcome
 from outrider.gate.policy import Policy, policy_of
 from outrider.gate.statistics.noise import prompts_needed
 from outrider.gate.verdict import gate
@@ -43,7 +43,7 @@ def twins() -> tuple[Made, Made]:
     return copy.deepcopy(old), old
 
 
-def judge(new: Made, old: Made, policy: Policy = QUICK, **options: Any) -> Outcome:
+def judge(new: Made, old: Made, policy: Policy = QUICK, **options: Any) -> GateOutcome:
     return gate(Report.model_validate(new), Report.model_validate(old), policy, **options)
 
 
@@ -101,7 +101,7 @@ def known_ones_only(new: Made) -> None:
 
 
 @functools.cache
-def twins_judged() -> Outcome:
+def twins_judged() -> GateOutcome:
     return judge(*twins())
 
 

@@ -8,7 +8,7 @@ import torch
 from tiny import folder, talker
 
 from outrider.measure.fingerprint import fingerprint
-from outrider.report.fingerprint import differences
+from outrider.report.compare import differences
 from outrider.report.schema import Report
 from outrider.targets.hf.transformers import TransformersTarget
 

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from outrider.report import page
-from outrider.report.page import acceptance, charts
+from outrider.report.page import acceptance_charts, charts
 from outrider.report.page.charts import Axis, Dot, Line, Rows
 from outrider.report.schema import Row
 
@@ -36,7 +36,9 @@ def spread(axis: Axis, ends: tuple[float, float | None, float], name: str = "a")
 
 
 def rungs(tested: int, accepted: int, name: str = "a") -> str:
-    return macro("charts.html", "rungs", acceptance.ladder([name]), {name: {name: [tested, accepted]}}, {name: 0})
+    return macro(
+        "charts.html", "rungs", acceptance_charts.ladder([name]), {name: {name: [tested, accepted]}}, {name: 0}
+    )
 
 
 def drawings(name: str = "a", value: float | None = 0.5) -> dict[str, str]:

@@ -1,10 +1,10 @@
 """Are two scores equal within a margin?  Two one-sided tests on paired prompts, by bootstrap, and how many prompts are
 needed.
 
-Not finding a difference does not show equality: both ends of the interval must lie within the margin (Schuirmann,
-1987). Four imagined prompts are added to those that were scored: two on which one side wins and two on which the other
-does.  Without them, ten prompts of equal scores would prove everything; with them, a margin of one point takes about
-300 prompts, as the rule of three says.  No torch.
+The absence of a difference does not show equality: both ends of the interval must lie within the margin (Schuirmann,
+1987).  Four imagined prompts are added to the scored ones: each side wins two.  Without them, ten prompts with equal
+scores would prove everything; with them, a margin of one point takes about 300 prompts, in line with the rule of three.
+No torch.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ class Equivalence(NamedTuple):
 
     verdict: Literal["equivalent", "different", "not enough prompts"]
     difference: Interval
-    """New minus old, with the interval of both one-sided tests: 90 % at a level of 95 %."""
+    """New minus old, with the interval of both one-sided tests: 90 % for a level of 95 %."""
     margin: float
     prompts: int
     differing: int
     """Prompts whose two scores differ."""
     needed: int
-    """Prompts that would show equivalence in four of five runs, if there is no difference and prompts vary as these
-    do."""
+    """Prompts that show equivalence with 80 % power if there is no difference and prompts vary like these."""
 
     def as_json(self) -> dict[str, Any]:
         return self._asdict() | {"difference": self.difference._asdict()}
@@ -46,10 +45,10 @@ def equivalence(
     new: Sequence[float], old: Sequence[float], margin: float = 0.01, *, span: float = 1.0, level: float = 0.95,
     draws: int = DRAWS, seed: int = 0,
 ) -> Equivalence:  # fmt: skip
-    """Judge paired scores: one of each for every prompt, in the same order.  span: the largest difference one prompt
-    can make.
+    """Judge paired scores, one of each per prompt, in the same order.  span: the largest possible difference of a
+    prompt.
 
-    `different` means that a two-sided interval of the same level excludes 0 while the scores are not equivalent.
+    `different` means that a two-sided interval of the same level excludes 0 and the scores are not equivalent.
     """
     if len(new) != len(old) or not len(new):
         raise DataError(
@@ -65,7 +64,7 @@ def equivalence(
             f"{wrong}; leave that prompt out of both lists"
         )
     values = np.concatenate([gained, [span, -span] * IMAGINED])
-    # the imagined prompts widen the interval; they do not move it, since they cancel
+    # the imagined prompts cancel: they widen the interval without moving it
     scale = len(values) / len(gained)
     drawn = resampled(values, lambda table: table.mean(axis=1), draws, seed) * scale
     center = float(gained.mean())
@@ -81,12 +80,12 @@ def equivalence(
 
 
 def _needed(gained: np.ndarray[Any, Any], margin: float, span: float, level: float, power: float = 0.8) -> int:
-    """Prompts with which both bounds lie within the margin with probability `power`, where the true difference is 0."""
+    """Prompts for which both bounds lie within the margin with probability `power`, if the true difference is 0."""
     z_level, z_power = (float(ndtri(share)) for share in (level, (1 + power) / 2))
     variance, imagined = float((gained**2).mean()), 2 * IMAGINED * span**2
 
     def is_enough(count: int) -> bool:
-        # imagined prompts are spread over more real ones; real ones keep their variance and alone move the center
+        # imagined prompts weigh less among more real ones; only real ones move the center
         half = z_level * math.sqrt(variance / count + imagined / count**2) + z_power * math.sqrt(variance / count)
         return half < margin
 

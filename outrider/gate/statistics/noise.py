@@ -1,5 +1,4 @@
-"""How noisy speeds are, learnt from reports of one and the same draft (A/A), and how many prompts are needed to show a
-loss."""
+"""Noise of speeds, estimated from reports of the same draft (A/A), and how many prompts are needed to detect a loss."""
 
 from __future__ import annotations
 
@@ -15,9 +14,9 @@ from outrider.errors import ConfigError, DataError
 from outrider.gate.figures import speed_log
 from outrider.gate.outcome import Finding
 from outrider.gate.policy import Policy
-from outrider.gate.statistics.pairing import Comparison, bare_name, compare
+from outrider.gate.statistics.pairing import MatchedReports, bare_name, compare
 from outrider.report.bootstrap import Floats
-from outrider.report.fingerprint import differences
+from outrider.report.compare import differences
 from outrider.report.schema import Report
 
 POWER = 0.8
@@ -27,23 +26,23 @@ class Noise(NamedTuple):
     """How far reports of the same draft differ."""
 
     sigma: float
-    """Of the log of new/old speed, over prompts."""
+    """Standard deviation of the log of new/old speed over prompts."""
     between: float | None
-    """Distance between whole runs, divided by what their prompts predict; None below three pairs."""
+    """Distance between whole runs relative to what their prompts predict; None for fewer than three pairs."""
     pairs: int
 
 
 def neighbours(paths: str) -> list[tuple[Report, Report]]:
-    """The reports of `A.json,B.json,…`, each paired with the one before it.  ConfigError for fewer than two."""
+    """The reports of `A.json,B.json,…`, each paired with the previous one.  ConfigError for fewer than two."""
     named = [path.strip() for path in paths.split(",") if path.strip()]
     if len(named) < 2:
         raise ConfigError(f"--aa must name two or more reports of the same draft, such as A.json,B.json, got {paths!r}")
-    found = [Report.load(path) for path in named]
-    return list(zip(found[1:], found[:-1], strict=True))
+    reports = [Report.load(path) for path in named]
+    return list(zip(reports[1:], reports[:-1], strict=True))
 
 
-def alike_pair(one: Report, other: Report, new: Report, policy: Policy, allow_other_machine: bool) -> Comparison:
-    """An A/A pair, matched.  DataError where it has another target or machine than the candidate, or two drafters."""
+def alike_pair(one: Report, other: Report, new: Report, policy: Policy, allow_other_machine: bool) -> MatchedReports:
+    """An A/A pair, matched.  DataError if its target or machine is not the candidate's, or if it has two drafters."""
     for report in (one, other):
         same = bare_name(report.target) == bare_name(new.target)
         strange = [] if same else [f"target {report.target}, not {new.target}"]
@@ -66,8 +65,8 @@ def alike_pair(one: Report, other: Report, new: Report, policy: Policy, allow_ot
     return comparison
 
 
-def noise_of(comparisons: Sequence[Comparison], policy: Policy) -> Noise | None:
-    """Learnt from A/A comparisons; None where they have no speeds."""
+def noise_of(comparisons: Sequence[MatchedReports], policy: Policy) -> Noise | None:
+    """Estimated from A/A comparisons; None if they have no speeds."""
     sigmas, strays = [], []
     for logs in (speed_logs(comparison, policy) for comparison in comparisons):
         sigma = spread(logs)
@@ -77,32 +76,36 @@ def noise_of(comparisons: Sequence[Comparison], policy: Policy) -> Noise | None:
             strays.append(float(every.mean()) * math.sqrt(len(every)) / sigma if sigma else 0.0)
     if not sigmas:
         return None
-    # one or two pairs don't show how far runs differ
+    # one or two pairs don't show how much runs differ
     between = math.sqrt(float(np.mean(np.square(strays)))) if len(strays) >= 3 else None
     return Noise(math.sqrt(float(np.mean(np.square(sigmas)))), between, len(sigmas))
 
 
 def spread(logs: Sequence[Floats]) -> float | None:
-    """Standard deviation within arrays, each around its own mean; None where there are too few values."""
+    """Standard deviation within arrays, each around its own mean; None for too few values."""
     freedom = sum(map(len, logs)) - len(logs)
-    return math.sqrt(sum(float(((own - own.mean()) ** 2).sum()) for own in logs) / freedom) if freedom > 0 else None
+    return (
+        math.sqrt(sum(float(((values - values.mean()) ** 2).sum()) for values in logs) / freedom)
+        if freedom > 0
+        else None
+    )
 
 
 def prompts_needed(sigma: float, loss: float, tail: float) -> int:
-    """Prompts with which a loss is shown in four of five runs, by an interval with `tail` beyond either end."""
+    """Prompts that detect a loss with 80 % power, by an interval with `tail` beyond either end."""
     reach = float(ndtri(1 - tail) + ndtri(POWER))
     return max(2, math.ceil((reach * sigma / -math.log1p(-loss)) ** 2))
 
 
-def speed_logs(comparison: Comparison, policy: Policy) -> list[Floats]:
-    """Log of new/old speed over prompts, an array for every row that has two or more."""
+def speed_logs(comparison: MatchedReports, policy: Policy) -> list[Floats]:
+    """Log of new/old speed over prompts, an array per row with at least two."""
     pairs = [pair for group in comparison.groups for pair in group.pairs.values()]
-    found = [[log[0] for both in pair.prompts if (log := speed_log(*both, policy)) is not None] for pair in pairs]
-    return [np.array(logs) for logs in found if len(logs) > 1]
+    logs_by_row = [[log[0] for both in pair.prompts if (log := speed_log(*both, policy)) is not None] for pair in pairs]
+    return [np.array(logs) for logs in logs_by_row if len(logs) > 1]
 
 
 def widening(noise: Noise | None, sigma: float | None) -> float:
-    """How many times as noisy A/A runs are as this comparison's own prompts."""
+    """How much noisier A/A runs are than this comparison's own prompts, as a factor of at least 1."""
     if noise is None:
         return 1.0
     return max(1.0, noise.sigma / sigma if sigma else 1.0) * max(1.0, noise.between or 1.0)
@@ -115,7 +118,7 @@ def widen(rule: Finding, times: float) -> Finding:
 
 
 def noise_notes(noise: Noise | None, sigma: float | None, widened: float) -> list[str]:
-    """What A/A reports showed, in one sentence; empty where none were given."""
+    """What A/A reports showed, in one sentence; empty without them."""
     if noise is None:
         return []
     here = "" if sigma is None else f", {sigma:.3f} here"

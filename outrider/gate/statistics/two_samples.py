@@ -1,11 +1,10 @@
 """Do two sets of sampled texts follow one distribution?  Permutation tests within prompts, corrected for their number,
 with their power.
 
-Three questions: which token stands at each place (chi-square over tokens, rare ones pooled), how long texts are
-(Kolmogorov-Smirnov), which 3-grams they are made of (energy distance of hashed counts: Székely and Rizzo, 2013).  All
-three share the same relabelled sets: under one distribution a text's label says nothing, so every test has exactly the
-chance of a false alarm that it claims, however few the texts and whatever their ties; Holm's rule shares that chance
-among them.  Knows no torch.
+The tests compare the token at each position (chi-square over tokens, rare ones pooled), the lengths of texts
+(Kolmogorov-Smirnov), and their 3-grams (energy distance of hashed counts: Székely and Rizzo, 2013).  All share the same
+relabelled sets: under one distribution labels carry no information, so every test has exactly its nominal false-alarm
+probability, however few the texts and whatever their ties.  Holm's rule corrects for the number of tests.  No torch.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from outrider.report.bootstrap import holm
 Floats = NDArray[np.float32]
 Text = Sequence[int]
 ENDED = -1
-"""The token of a text that has already ended."""
+"""Stands for the token of a text that has already ended."""
 MIN_TEXTS = 10
-"""Texts, of both sets together, that a token needs for a cell of its own: five expected in each set."""
+"""Texts, in both sets together, that a token needs for its own cell: five expected in each set."""
 SHARED = 8
-"""Most cells that rare tokens share."""
+"""Most cells shared by rare tokens."""
 BUCKETS = 512
 ENTRIES = 4_000_000
 """Labels held in memory at once."""
@@ -42,9 +41,9 @@ class Test(NamedTuple):
     name: str
     statistic: float
     chance: float
-    """Probability of a statistic as large or larger if both sets have one distribution."""
+    """The p-value: probability of a statistic at least as large if both sets have the same distribution."""
     allowed: float
-    """This test's share of the probability of a false alarm, by Holm's rule."""
+    """This test's share of the false-alarm probability, by Holm's rule."""
 
     @property
     def differs(self) -> bool:
@@ -53,18 +52,17 @@ class Test(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The tests, and how large a difference they would have found."""
+    """The tests, and how large a difference they can detect."""
 
     tests: tuple[Test, ...]
     prompts: int
     samples: int
-    """Texts of each prompt in each set."""
+    """Texts per prompt and set."""
     alpha: float
-    """Probability of a false alarm of all tests together."""
+    """False-alarm probability of all tests together."""
     draws: int
     detectable: float
-    """Total variation of the tokens at one position (root mean square over prompts) that is found in four of five
-    runs."""
+    """Total variation of the tokens at one position (root mean square over prompts) detected with 80 % power."""
 
     @property
     def verdict(self) -> Literal["no difference", "different"]:
@@ -76,18 +74,18 @@ class Samples:
 
 
 def two_samples(
-    ours: Sequence[Sequence[Text]], theirs: Sequence[Sequence[Text]], *, positions: int = 8, alpha: float = 0.01,
+    first: Sequence[Sequence[Text]], second: Sequence[Sequence[Text]], *, positions: int = 8, alpha: float = 0.01,
     draws: int = 4999, seed: int = 0,
 ) -> Samples:  # fmt: skip
-    """Test two sets of texts, by prompt, equally many of a prompt in both.  positions: tested tokens, from the first
-    on.
+    """Test two sets of texts, by prompt, with equally many texts of a prompt in both.  positions: number of leading
+    tokens to test.
 
-    Raises DataError where the sets do not match, or where so few draws could never show a difference at `alpha`.
+    Raises DataError if the sets do not match, or if so few draws could never show a difference at `alpha`.
     """
-    _refuse(ours, theirs, positions + 2, alpha, draws)
-    positions = min(positions, max(len(text) for own in (*ours, *theirs) for text in own) + 1)
+    _check(first, second, positions + 2, alpha, draws)
+    positions = min(positions, max(len(text) for texts in (*first, *second) for text in texts) + 1)
     names = [*(f"token {position + 1}" for position in range(positions)), "lengths", "3-grams"]
-    both = [[*one, *other] for one, other in zip(ours, theirs, strict=True)]
+    both = [[*one, *other] for one, other in zip(first, second, strict=True)]
     cells = [[_cells(texts, position) for position in range(positions)] for texts in both]
     thresholds = sorted({len(text) for texts in both for text in texts})
     shorter = [
@@ -95,35 +93,35 @@ def two_samples(
     ]
     distances = [_distances(texts) for texts in both]
     rows = []
-    for signs in _labels([len(own) for own in ours], draws, seed):
+    for signs in _labels([len(texts) for texts in first], draws, seed):
         columns = [
-            sum(_chi_square(labels, own[at]) for labels, own in zip(signs, cells, strict=True))
+            sum(_chi_square(labels, hot[at]) for labels, hot in zip(signs, cells, strict=True))
             for at in range(positions)
         ]
         columns.append(
-            np.abs(sum(labels @ own / len(own) for labels, own in zip(signs, shorter, strict=True))).max(1) * 2
+            np.abs(sum(labels @ each / len(each) for labels, each in zip(signs, shorter, strict=True))).max(1) * 2
         )
         columns.append(
-            -sum(((labels @ own) * labels).sum(1) / len(own) for labels, own in zip(signs, distances, strict=True))
+            -sum(((labels @ each) * labels).sum(1) / len(each) for labels, each in zip(signs, distances, strict=True))
         )
         rows.append(np.stack(columns, 1))
     table = np.concatenate(rows)
-    # equal statistics may differ in the last digit by the order of their sums
+    # equal statistics may differ in the last digit, depending on the order of summation
     reached = table >= table[0] - 1e-5 * np.abs(table[0]) - 1e-9
     chances = [float(chance) for chance in reached.mean(0)]
-    count = min(map(len, ours))
-    freedom = max(sum(own[position].shape[1] - 1 for own in cells) for position in range(positions))
+    count = min(map(len, first))
+    freedom = max(sum(hot[position].shape[1] - 1 for hot in cells) for position in range(positions))
     return Samples(
         tests=tuple(map(Test, names, map(float, table[0]), chances, holm(chances, alpha))),
-        prompts=len(ours), samples=count, alpha=alpha, draws=draws,
-        detectable=detectable(freedom, sum(map(len, ours)), alpha / len(names)),
+        prompts=len(first), samples=count, alpha=alpha, draws=draws,
+        detectable=detectable(freedom, sum(map(len, first)), alpha / len(names)),
     )  # fmt: skip
 
 
-def _refuse(
-    ours: Sequence[Sequence[Text]], theirs: Sequence[Sequence[Text]], tests: int, alpha: float, draws: int
+def _check(
+    first: Sequence[Sequence[Text]], second: Sequence[Sequence[Text]], tests: int, alpha: float, draws: int
 ) -> None:
-    counts = [len(own) for own in ours], [len(own) for own in theirs]
+    counts = [len(texts) for texts in first], [len(texts) for texts in second]
     if counts[0] != counts[1] or not all(counts[0]) or not counts[0]:
         raise DataError(
             f"each prompt must have equally many texts in both sets, at least 1, got {counts[0]} and {counts[1]}"
@@ -136,20 +134,18 @@ def _refuse(
 
 
 def _labels(counts: Sequence[int], draws: int, seed: int) -> Iterator[list[Floats]]:
-    """Signs [draws, 2n] of each prompt, in pieces, +1 for ours and -1 for theirs.  The first row is the true
-    labelling."""
+    """Signs [draws, 2n] per prompt, in pieces: +1 for the first set, -1 for the second.  The first row is the truth."""
     noise = np.random.default_rng(seed)
     truth = [np.repeat(np.array([1, -1], dtype=np.float32), count) for count in counts]
-    yield [own[None] for own in truth]
+    yield [labels[None] for labels in truth]
     piece = max(1, ENTRIES // (2 * sum(counts)))
     for start in range(0, draws, piece):
         rows = min(piece, draws - start)
-        yield [noise.permuted(np.broadcast_to(own, (rows, len(own))).copy(), axis=1) for own in truth]
+        yield [noise.permuted(np.broadcast_to(labels, (rows, len(labels))).copy(), axis=1) for labels in truth]
 
 
 def _cells(texts: Sequence[Text], position: int) -> Floats:
-    """One-hot [texts, cells] of the token at a position.  Tokens too rare for a cell of their own share a few, by
-    id."""
+    """One-hot [texts, cells] of the token at a position.  Tokens too rare for their own cell share a few, by id."""
     tokens = [text[position] if position < len(text) else ENDED for text in texts]
     counts = Counter(tokens)
     often = {token: i for i, token in enumerate(token for token, count in counts.most_common() if count >= MIN_TEXTS)}
@@ -174,20 +170,20 @@ def _distances(texts: Sequence[Text]) -> Floats:
         for one, two, three in zip(padded, padded[1:], padded[2:], strict=False):
             row[(one * 1_000_003 ^ two * 65_537 ^ three * 257) % BUCKETS] += 1
     squares = (counts**2).sum(1)
-    found: Floats = np.sqrt(np.maximum(squares[:, None] + squares[None] - 2 * counts @ counts.T, 0))
-    return found
+    distances: Floats = np.sqrt(np.maximum(squares[:, None] + squares[None] - 2 * counts @ counts.T, 0))
+    return distances
 
 
 # ── power ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def detectable(freedom: int, samples: int, tail: float, power: float = 0.8) -> float:
-    """Total variation that a chi-square test of two sets of `samples` texts finds with probability `power` at level
+    """Total variation that a chi-square test of two sets of `samples` texts detects with probability `power` at level
     `tail`.
 
     For any direction of the difference: sum (p - q)² / (p + q) >= 2 TV² (Cauchy-Schwarz), so the noncentrality is at
-    least 2 · samples · TV².  Differences among tokens that share a cell do not count; where all tokens share one,
-    returns 1.
+    least 2 · samples · TV².  Differences among tokens that share a cell do not count; returns 1 if all tokens share
+    one.
     """
     if not freedom:
         return 1.0

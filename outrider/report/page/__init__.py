@@ -23,7 +23,7 @@ from markupsafe import Markup
 from outrider.config import flatten
 from outrider.report import summary
 from outrider.report.compare import Comparison, cells_of
-from outrider.report.page import acceptance, charts, comparison, cost, groups, speed, text
+from outrider.report.page import acceptance_charts, charts, comparison, cost, groups, speed, text
 from outrider.report.page.tiles import tiles
 from outrider.report.schema import Report, write_whole
 
@@ -48,7 +48,7 @@ def render(report: Report) -> str:
     body = _environment().get_template("report.html").render(
         report=report, drafters=groups.by_drafter(report), colours=colours, groups=found, tables=tables,
         samples=shown, hidden=hidden, costs=cost.cost_lines(report), provenance=flatten(report.provenance),
-        crowds=acceptance.crowds(report),
+        crowds=acceptance_charts.crowds(report),
     )  # fmt: skip
     made = f"measured {_moment(report.made)} by Outrider" if report.made else "measured by Outrider"
     headline = summary.headline(report, with_alarms=False)
@@ -106,8 +106,9 @@ def _environment() -> Environment:
         summary.range_name, summary.long_rows,
         summary.skews, summary.compared, summary.interval, summary.distrust,
         summary.busy, summary.differing, summary.cut_sentence, summary.left_out_because, summary.left_out_names,
-        cells_of, tiles, acceptance.listed, acceptance.contamination, acceptance.acceptance, acceptance.predicted,
-        acceptance.accepted_per_step, acceptance.patterns, acceptance.ladder,
+        cells_of, tiles, acceptance_charts.listed, acceptance_charts.contamination, acceptance_charts.acceptance,
+        acceptance_charts.predicted, acceptance_charts.accepted_per_step, acceptance_charts.patterns,
+        acceptance_charts.ladder,
         speed.speedup, speed.generate_speedup, speed.whisker, speed.reach, speed.latency, speed.first_tokens,
         speed.prompts, speed.training, comparison.ratios, comparison.depths,
         groups.ranged, charts.hue, charts.shape_of, charts.shade_of, text.tip, text.class_of, text.printable,
@@ -115,7 +116,7 @@ def _environment() -> Environment:
     ):  # fmt: skip
         found.globals[function.__name__.lstrip("_")] = function
     found.globals |= {
-        "median": statistics.median, "max_tips": charts.MAX_TIPS, "sorts": acceptance.SORTS,
+        "median": statistics.median, "max_tips": charts.MAX_TIPS, "sorts": acceptance_charts.SORTS,
         "missing": summary.MISSING, "not_exact": summary.NOT_EXACT, "under_load": summary.UNDER_LOAD,
         "max_tokens": text.MAX_TOKENS, "crowd": groups.CROWD,
         "settings": cost.SETTINGS, "newline": Markup('<i class="nl">⏎</i>\n'), "nothing": Markup('<i class="nl">∅</i>'),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.report.compare import Comparison, plain
-from outrider.report.page.acceptance import by_depth
+from outrider.report.page.acceptance_charts import by_depth
 from outrider.report.page.charts import Axis, Line, Panel, Rows
 from outrider.report.schema import Report
 from outrider.report.summary import conditions

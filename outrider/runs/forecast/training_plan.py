@@ -18,10 +18,10 @@ from torch import Tensor
 
 from outrider import machine
 from outrider.data.answers.store import ANSWERS, Answer, StoredAnswers
-from outrider.data.texts import usable
+from outrider.data.texts import CutAnswers
 from outrider.drafters import find
 from outrider.errors import ConfigError
-from outrider.measure import memory
+from outrider.measure import peak_memory
 from outrider.nn.blocks import recompute
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.runs.file import RunConfig
@@ -116,14 +116,14 @@ def fitting(
 def step_of(model: DraftModel, optimizer: Optimizers, config: Config, batch: Batch) -> Measured:
     """Peak and time of one step over this batch."""
     device, best = model.target.device, math.inf
-    if not memory.reset(device):
+    if not peak_memory.reset(device):
         raise ConfigError("this system does not tell the peak of memory; choose train.batch by trying")
-    before = memory.peak(device) or 0
+    before = peak_memory.peak_bytes(device) or 0
     for _ in range(REPEATS):
         began = clock()
         optimise(model, optimizer, [batch], config, 1, False)
         best = min(best, clock() - began)
-    return Measured(len(batch.tokens), (memory.peak(device) or before) - before, best)
+    return Measured(len(batch.tokens), (peak_memory.peak_bytes(device) or before) - before, best)
 
 
 def random_batch(model: DraftModel, answers: Sequence[Answer], width: int, rows: int) -> Batch:
@@ -235,5 +235,5 @@ def _answers(settings: RunConfig, inputs: Inputs) -> list[Answer]:
     )
     path = settings.answers / ANSWERS
     if path.exists():
-        return usable(inputs.chosen(StoredAnswers.read(path), settings), length)[:512]
+        return CutAnswers(inputs.chosen(StoredAnswers.read(path), settings), length)[:512]
     return [Answer("full", [0] * length, [(1, length)])]

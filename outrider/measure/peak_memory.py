@@ -16,7 +16,7 @@ PEAK = "5"
 
 
 def reset(device: torch.device, process: Path = Path("/proc/self")) -> bool:
-    """Reset the peak.  Returns False if the system does not support that; `peak` is meaningless then."""
+    """Reset the peak.  Returns False if the system does not support that; `peak_bytes` is meaningless then."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
@@ -28,7 +28,7 @@ def reset(device: torch.device, process: Path = Path("/proc/self")) -> bool:
     return True
 
 
-def peak(device: torch.device, process: Path = Path("/proc/self")) -> int | None:
+def peak_bytes(device: torch.device, process: Path = Path("/proc/self")) -> int | None:
     """Peak bytes since `reset`; None if the system does not report them."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

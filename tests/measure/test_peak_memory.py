@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.measure import memory
+from outrider.measure import peak_memory
 
 CPU = torch.device("cpu")
 SIZE = 64 * 2**20
@@ -19,29 +19,29 @@ def used(size: int) -> None:
 
 @pytest.fixture
 def can_reset() -> None:
-    if not memory.reset(CPU):
+    if not peak_memory.reset(CPU):
         pytest.skip("clear_refs")
 
 
 def test_a_peak_rises_with_what_is_used_and_falls_when_it_is_reset(can_reset: None) -> None:
     """Catches a later drafter that is charged with an earlier one's memory."""
-    before = memory.peak(CPU)
+    before = peak_memory.peak_bytes(CPU)
     used(SIZE)
-    high = memory.peak(CPU)
+    high = peak_memory.peak_bytes(CPU)
     assert before is not None and high is not None
     assert high - before > 0.8 * SIZE
     # the planted fault: without a reset, the peak stays
     used(8)
-    assert memory.peak(CPU) == high
-    memory.reset(CPU)
-    assert memory.peak(CPU) < high - 0.8 * SIZE
+    assert peak_memory.peak_bytes(CPU) == high
+    peak_memory.reset(CPU)
+    assert peak_memory.peak_bytes(CPU) < high - 0.8 * SIZE
 
 
 def test_what_the_system_does_not_have_is_not_known(tmp_path: Path) -> None:
     """Catches a zero, or a peak of all time, where nothing can be reset."""
-    assert memory.reset(CPU, tmp_path / "none") is False
-    assert memory.peak(CPU, tmp_path / "none") is None
+    assert peak_memory.reset(CPU, tmp_path / "none") is False
+    assert peak_memory.peak_bytes(CPU, tmp_path / "none") is None
     (tmp_path / "status").write_text("Name: x\nVmHWM:\t    12 kB\n")
-    assert memory.peak(CPU, tmp_path) == 12 * 1024
+    assert peak_memory.peak_bytes(CPU, tmp_path) == 12 * 1024
     (tmp_path / "status").write_text("Name: x\n")
-    assert memory.peak(CPU, tmp_path) is None
+    assert peak_memory.peak_bytes(CPU, tmp_path) is None
