@@ -877,7 +877,7 @@ FAULTS = [
     ),
     fault(
         "after a kill, answers that were already merged are written to the file a second time",
-        ("merge_parts", "known = {_prompt_hash(line) for _, line in whole_lines(path)}", "known = set[str]()"),
+        ("merge_parts", "written = {_prompt_hash(line) for _, line in whole_lines(path)}", "written = set[str]()"),
     ),
     fault(
         "held-out prompts are trained on: the held-out source is not removed from the training sources",
@@ -1050,7 +1050,7 @@ FAULTS = [
     ),
     fault(
         "an engine that is another's backend runs none of its methods",
-        ("_engines", 'same = own.pop("like", name)', 'same = own.pop("like", name) and name'),
+        ("_engines", 'same = engine.pop("like", name)', 'same = engine.pop("like", name) and name'),
     ),
     # measure
     fault(

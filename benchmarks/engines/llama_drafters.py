@@ -46,7 +46,7 @@ def rows(
             continue
         model = load_model(checkpoint, target)
         trained = json.loads((checkpoint / "outrider.json").read_text()).get("training", {}).get("step")
-        compared = partial(verified, engine="llamacpp", python=None, target=target, model=model, known=True)
+        compared = partial(verified, engine="llamacpp", python=None, target=target, model=model, is_original=True)
         found = compared(folder, prompts=prompts, max_new_tokens=new, server=str(binary))
         yield row(name, None, found) | {"trained_steps": trained}
         for fault in (fault for fault, one in FAULTS.items() if name in one.kinds):

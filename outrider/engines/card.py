@@ -99,8 +99,8 @@ def _training(facts: Mapping[str, Any]) -> str:
         else "",
         f"{origin[0]} {Path(str(origin[1])).name}" if origin[1] else "",
     ]
-    known = [part for part in parts if part]
-    return f"{'; '.join(known)[:1].upper()}{'; '.join(known)[1:]}." if known else "Not known."
+    sentences = [part for part in parts if part]
+    return f"{'; '.join(sentences)[:1].upper()}{'; '.join(sentences)[1:]}." if sentences else "Not known."
 
 
 def _rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
@@ -116,10 +116,10 @@ def _rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
 
 def _verified(manifest: Mapping[str, Any]) -> Iterator[str]:
     """What `outrider verify-export` found."""
-    for engine, found in (manifest.get("verified") or {}).items():
-        if found.get("error") is None:
-            texts = f"{found['texts_equal']} of {found['prompts']} texts equal to Outrider's"
-            steps = f"{found['steps']:,} steps, {found['steps_equal'] or 0:.1%} accept the same number"
+    for engine, result in (manifest.get("verified") or {}).items():
+        if result.get("error") is None:
+            texts = f"{result['texts_equal']} of {result['prompts']} texts equal to Outrider's"
+            steps = f"{result['steps']:,} steps, {result['steps_equal'] or 0:.1%} accept the same number"
             yield f"In {engine}: {texts}, {steps}."
 
 
@@ -132,10 +132,10 @@ def _engines(draft: Draft, target: str) -> Iterator[dict[str, Any]]:
             continue
         served = replace(moved, target="TARGET.gguf") if name == "llamacpp" else moved
         try:
-            found = commands.command(name, served)
+            command = commands.command(name, served)
         except ConfigError:  # not this drafter, such as a head that this engine has not
             continue
-        yield {"title": engine.title, "before": found.before, "command": found.shell, "files": found.files}
+        yield {"title": engine.title, "before": command.before, "command": command.shell, "files": command.files}
 
 
 def _hash(text: str) -> str:

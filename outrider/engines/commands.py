@@ -88,7 +88,7 @@ def draft_of(place: str | Path, target: str | None = None, kind: str | None = No
     if not folder.is_dir() and of_kind(name).is_untrained:
         return Draft(name, _target(target, {}, name))
     if not folder.is_dir() and ("/" not in name or is_local(name)):
-        untrained = sorted(kind for kind, own in of_kinds().items() if own.is_untrained)
+        untrained = sorted(kind for kind, method in of_kinds().items() if method.is_untrained)
         raise ConfigError(
             f"no such folder: {place}; name an exported draft, a Hugging Face id, or {', '.join(untrained)}"
         )
@@ -127,10 +127,10 @@ def _recognised(folder: Path, config: Config, kind: str | None, format: str | No
     names: frozenset[str] = frozenset()
     with suppress(ExportError):  # pickles, which an engine may open
         names = read_names(folder)
-    found = []
+    matches = []
     with suppress(ExportError, ValueError):
-        found = candidates(config, format, kind, names)
-    return (found[0][1], found[0][0]) if len(found) == 1 else (kind, format)
+        matches = candidates(config, format, kind, names)
+    return (matches[0][1], matches[0][0]) if len(matches) == 1 else (kind, format)
 
 
 def _export_first(folder: str, kind: str) -> str:
@@ -149,8 +149,8 @@ def _export_first(folder: str, kind: str) -> str:
     return f"export it first: {ways}"
 
 
-def _target(given: str | None, about: Mapping[str, Any], place: str) -> str:
-    target = given or about.get("name")
+def _target(name: str | None, about: Mapping[str, Any], place: str) -> str:
+    target = name or about.get("name")
     if not target:
         raise ConfigError(f"the target of {place} is not known; name it with --target")
     return catalog.checkpoint(str(target))
@@ -205,8 +205,8 @@ def _method(name: str, engine: Engine, draft: Draft, version: str) -> Method:
     kind, title, method = draft.kind, engine.title, method_of(name, draft.kind)
     since, until = (".".join(map(str, limit)) for limit in (method.since, method.until))
     if until and numbers(version) >= method.until:
-        known = engine.instead.get(kind) or "train a DFlash or an EAGLE-3"
-        raise ConfigError(f"{title} runs {kind} only in versions before {until}, and this is {version}; {known}")
+        alternative = engine.instead.get(kind) or "train a DFlash or an EAGLE-3"
+        raise ConfigError(f"{title} runs {kind} only in versions before {until}, and this is {version}; {alternative}")
     if since and numbers(version) < method.since:
         raise ConfigError(f"{title} runs {kind} from version {since} on, and this is {version}; update it")
     if draft.folder is None and method.formats and not of_kind(kind).is_untrained:
@@ -218,8 +218,8 @@ def _method(name: str, engine: Engine, draft: Draft, version: str) -> Method:
     if not method.formats:
         loads = {one.title: one.methods[kind].formats for one in ENGINES.values() if kind in one.methods}
         able = [f"{other} loads {kind} from a folder (export it --to {one[0]})" for other, one in loads.items() if one]
-        own = f"use `outrider deploy {kind} --to {name}`, or `outrider decode` for this one"
-        raise ConfigError("; ".join([f"{title} needs no folder for {kind}", *able, own]))
+        advice = f"use `outrider deploy {kind} --to {name}`, or `outrider decode` for this one"
+        raise ConfigError("; ".join([f"{title} needs no folder for {kind}", *able, advice]))
     why = _shifted(kind, str(draft.format), method.formats[0])
     reads = f"{title} reads {' or '.join(method.formats)} for {kind}{why}; export it --to {method.formats[0]}"
     raise ConfigError(f"{draft.place} is in format {draft.format}, but {reads}")
@@ -227,11 +227,11 @@ def _method(name: str, engine: Engine, draft: Draft, version: str) -> Method:
 
 def _shifted(kind: str, format: str, other: str) -> str:
     """Why a folder in a format would be read as one in another, and wrongly; empty where it would not."""
-    (key, own), (name, theirs) = (of_kind(kind).layers.get(each, (each, 0)) for each in (format, other))
+    (key, shift), (name, theirs) = (of_kind(kind).layers.get(each, (each, 0)) for each in (format, other))
     same = key.rpartition(".")[2]
-    if same != name.rpartition(".")[2] or own == theirs:
+    if same != name.rpartition(".")[2] or shift == theirs:
         return ""
-    return f" (both have {same}, counted from {own} in {format} and from {theirs} in {other}: it would draft badly)"
+    return f" (both have {same}, counted from {shift} in {format} and from {theirs} in {other}: it would draft badly)"
 
 
 def _tokens(draft: Draft, wish: Wish) -> int:
@@ -254,10 +254,10 @@ def _check(name: str, method: Method, draft: Draft, wish: Wish, tokens: int) -> 
         limit = f"this {kind} has {most} heads" if has_heads else f"this {kind} drafts one block of {most} tokens"
         raise ConfigError(f"--tokens {tokens} is too many: {limit}; give at most {most}")
     for setting, key, value in method.needs:
-        if (own := draft.settings.get(setting) or draft.config.get(key, value)) != value:
+        if (current := draft.settings.get(setting) or draft.config.get(key, value)) != value:
             raise ConfigError(
-                f"{engine_of(name).title} runs {kind} only with {setting}: {value}, but this draft has {own}; train "
-                f"one with {setting}: {value}"
+                f"{engine_of(name).title} runs {kind} only with {setting}: {value}, but this draft has {current}; "
+                f"train one with {setting}: {value}"
             )
     if wish.schedule and not method.varies:
         raise ConfigError(
@@ -285,36 +285,38 @@ def _check(name: str, method: Method, draft: Draft, wish: Wish, tokens: int) -> 
 
 def warnings(name: str, draft: Draft, wish: Wish, tokens: int) -> tuple[str, ...]:
     """Known problems of this draft on this engine, one sentence each."""
-    found = []
+    problems = []
     method = of_kind(draft.kind)
     key, _ = method.layers.get(str(draft.format), ("", 0))
     if key and draft.format not in method.guessed and draft.config and not keys.at(draft.config, key):
-        found.append(
+        problems.append(
             f"config.json names no {key.rpartition('.')[2]}: engines guess the layers, and drafts are mostly wrong; "
             "export it again"
         )
     place = Path(draft.target) / CONFIG
     target = keys.read_json(place) if place.exists() else {}
     if target.get("quantization_config") and draft.precision in ("float32", "bfloat16", "float16"):
-        found.append(
+        problems.append(
             f"it was trained on a target in {draft.precision}, {draft.target} is quantised: measure with that one"
         )
     mine, theirs = (config.get("max_position_embeddings") for config in (draft.config, target))
     if isinstance(mine, int) and isinstance(theirs, int) and mine < theirs:
-        found.append(f"it knows {mine} positions, the target {theirs}: after them its drafts are not accepted")
+        problems.append(f"it knows {mine} positions, the target {theirs}: after them its drafts are not accepted")
     if draft.length is not None and tokens > draft.length:
-        found.append(f"{tokens} tokens a step are more than its own {draft.length}: the last ones are rarely accepted")
+        problems.append(
+            f"{tokens} tokens a step are more than its own {draft.length}: the last ones are rarely accepted"
+        )
     if name == "vllm" and wish.schedule:
-        found.append(
+        problems.append(
             "drafting by load is switched off with data parallelism; the older runner then has piecewise graphs only"
         )
-    return tuple(found)
+    return tuple(problems)
 
 
 def numbers(version: str) -> Version:
     """0.33.0rc1 as (0, 33, 0); llama.cpp's b9999 as (9999,)."""
-    found = re.match(r"\D*(\d+(?:\.\d+)*)", version)
-    return tuple(int(part) for part in found[1].split(".")) if found else ()
+    match = re.match(r"\D*(\d+(?:\.\d+)*)", version)
+    return tuple(int(part) for part in match[1].split(".")) if match else ()
 
 
 def installed(name: str, python: str | Path) -> str:

@@ -104,8 +104,9 @@ class Method:
 
     def taken(self, settings: Mapping[str, Any], tokens: int) -> Settings:
         """Their settings for ours, where a value is known."""
-        found = {name: {"tokens": tokens, **settings}.get(ours, other) for name, (ours, other) in self.takes.items()}
-        return {name: value for name, value in found.items() if value is not None}
+        ours = {"tokens": tokens, **settings}
+        values = {name: ours.get(key, default) for name, (key, default) in self.takes.items()}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,15 +163,15 @@ class Engine:
 def _engines() -> dict[str, Engine]:
     """engines.yaml, with what each drafter says of itself."""
     text = Path(__file__).with_name("engines.yaml").read_text(encoding="utf-8")
-    found: dict[str, dict[str, Any]] = yaml.safe_load(text)
-    for name, own in found.items():
-        same = own.pop("like", name)
+    engines: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    for name, engine in engines.items():
+        same = engine.pop("like", name)
         runs = {kind: dict(each.engines[same]) for kind, each in methods().items() if same in each.engines}
         bad = [{"kind": kind, **one} for kind, each in runs.items() for one in each.pop("bad", ())]
         instead = {kind: each.instead[same] for kind, each in methods().items() if same in each.instead}
-        own |= {"methods": {kind: each for kind, each in runs.items() if each}, "instead": instead}
-        own["bad"] = bad if same == name else []
-    return TypeAdapter(dict[str, Engine]).validate_python(found)
+        engine |= {"methods": {kind: each for kind, each in runs.items() if each}, "instead": instead}
+        engine["bad"] = bad if same == name else []
+    return TypeAdapter(dict[str, Engine]).validate_python(engines)
 
 
 ENGINES: Mapping[str, Engine] = _engines()
@@ -179,14 +180,14 @@ ENGINES: Mapping[str, Engine] = _engines()
 def engine_name(name: str) -> str:
     """The key in `ENGINES` for any name of an engine.  Raises ConfigError with the nearest one, also for a format."""
     word = name.lower()
-    known = {each: own for own, engine in ENGINES.items() for each in (own, engine.title.lower(), *engine.names)}
-    if word in known:
-        return known[word]
-    readers = [own for own, engine in ENGINES.items() for method in engine.methods.values() if word in method.formats]
+    by_name = {each: key for key, engine in ENGINES.items() for each in (key, engine.title.lower(), *engine.names)}
+    if word in by_name:
+        return by_name[word]
+    readers = [key for key, engine in ENGINES.items() for method in engine.methods.values() if word in method.formats]
     if readers:
         engines = ", ".join(dict.fromkeys(readers))
         raise ConfigError(f"{name} is a format, not an engine; name an engine that reads it: {engines}")
-    hint = nearest(word, known)  # without a near one, each by one name
+    hint = nearest(word, by_name)  # without a near one, each by one name
     raise ConfigError(f"no engine {name!r}{hint if 'did you mean' in hint else nearest(word, ENGINES)}")
 
 

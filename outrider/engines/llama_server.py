@@ -48,18 +48,18 @@ class Answer:
     accepted: int
 
 
-def program(given: str | Path | None = None) -> Path:
+def program(path: str | Path | None = None) -> Path:
     """The server's program: as given, else as LLAMA_SERVER names it, else on the PATH.
 
     Raises ConfigError where there is none, with how to get it.
     """
-    named = str(given or os.environ.get(VARIABLE) or "")
-    found = shutil.which(named or "llama-server")
-    if found is None:
+    named = str(path or os.environ.get(VARIABLE) or "")
+    executable = shutil.which(named or "llama-server")
+    if executable is None:
         what = f"no program {named}" if named else f"no llama-server on the PATH, and {VARIABLE} is not set"
         how = "build it with `python benchmarks/engines/build_llama.py` (6 minutes), or install llama.cpp"
         raise ConfigError(f"{what}; {how}, and name it with --server or {VARIABLE}")
-    return Path(found).absolute()
+    return Path(executable).absolute()
 
 
 @contextmanager
@@ -88,21 +88,21 @@ def serving(words: Sequence[object], log: Path) -> Iterator[httpx.Client]:
 def _errors(log: Path) -> str:
     """The messages that the server marked as errors, each once, as the end of a sentence; empty where there is none."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    found = dict.fromkeys(match[1].strip() for line in lines if (match := ERROR.search(line)))
-    return f"; its errors: {' | '.join(list(found)[:MOST_ERRORS])}" if found else ""
+    messages = dict.fromkeys(match[1].strip() for line in lines if (match := ERROR.search(line)))
+    return f"; its errors: {' | '.join(list(messages)[:MOST_ERRORS])}" if messages else ""
 
 
 def continued(client: httpx.Client, prompt: Sequence[int], new: int) -> Answer:
     """The greedy continuation of token ids, at most `new` tokens.  Raises DataError where the server refuses it."""
-    asked = {
+    body = {
         "prompt": list(prompt), "n_predict": new, "temperature": 0, "cache_prompt": False, "return_tokens": True,
     }  # fmt: skip
-    answer = client.post("/completion", json=asked)
+    answer = client.post("/completion", json=body)
     if answer.status_code != 200:
         raise DataError(f"llama-server refused a prompt of {len(prompt)} tokens: {answer.text[:300]}")
-    found = answer.json()
-    times = found["timings"]
-    return Answer(list(found["tokens"]), times.get("draft_n", 0), times.get("draft_n_accepted", 0))
+    reply = answer.json()
+    times = reply["timings"]
+    return Answer(list(reply["tokens"]), times.get("draft_n", 0), times.get("draft_n_accepted", 0))
 
 
 def steps_of(log: Path, answers: Sequence[Answer]) -> list[list[Step]]:
@@ -117,13 +117,13 @@ def steps_of(log: Path, answers: Sequence[Answer]) -> list[list[Step]]:
             by_task.setdefault(step[1], []).append(Step(int(step[3]), int(step[2])))
         elif end := ENDED.search(line):
             tasks.append(end[1])
-    found = [by_task.get(task, []) for task in tasks]
-    counts = [(sum(step.drafted for step in steps), sum(step.accepted for step in steps)) for steps in found]
+    by_answer = [by_task.get(task, []) for task in tasks]
+    counts = [(sum(step.drafted for step in steps), sum(step.accepted for step in steps)) for steps in by_answer]
     if counts != [(answer.drafted, answer.accepted) for answer in answers]:
-        logged = f"{sum(drafted for drafted, _ in counts)} drafted tokens in {len(found)} requests"
+        logged = f"{sum(drafted for drafted, _ in counts)} drafted tokens in {len(by_answer)} requests"
         answered = f"{sum(answer.drafted for answer in answers)} in {len(answers)}"
         raise DataError(
             f"llama-server logged {logged}, but its answers tell of {answered}; this version logs its steps otherwise: "
             "use one near 0c1e570"
         )
-    return found
+    return by_answer

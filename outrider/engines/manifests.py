@@ -108,13 +108,13 @@ def files_of(engine: str, draft: Draft, wish: Wish, place: Place, version: str |
         volumes.append(f"{downloaded(draft).absolute()}:{MODELS}/draft:ro")
     if files:
         volumes.append(f"./container:{SETTINGS}:ro")
-    found = {f"container/{name}": text for name, text in files.items()}
+    paths = {f"container/{name}": text for name, text in files.items()}
     values = {"command": command, "files": files, "uses_hub": uses_hub, "volumes": volumes}
     names = [*ALWAYS, *(WATCHING if engine in METRICS else ())]
-    found |= {name: manifest(name, engine, place, **values) for name in names}
+    paths |= {name: manifest(name, engine, place, **values) for name in names}
     if engine in METRICS:
-        found[DASHBOARD] = json.dumps(dashboard(engine, place), indent=2) + "\n"
-    return found
+        paths[DASHBOARD] = json.dumps(dashboard(engine, place), indent=2) + "\n"
+    return paths
 
 
 def manifest(name: str, engine: str, place: Place, **values: Any) -> str:
@@ -173,8 +173,9 @@ def write(out: Path, engine: str, draft: Draft, wish: Wish, place: Place, versio
     Raises DataError where the folder is there already or can't be written.
     """
     command = commands.command(engine, draft, wish, version)
-    own = triton(place.name, draft.target, wish, command.settings) if engine == "triton" else command.files
-    files = {f"settings/{name}": text for name, text in own.items()} | files_of(engine, draft, wish, place, version)
+    settings = triton(place.name, draft.target, wish, command.settings) if engine == "triton" else command.files
+    files = {f"settings/{name}": text for name, text in settings.items()}
+    files |= files_of(engine, draft, wish, place, version)
     lines = ["#!/bin/sh", "set -e", *([command.before] if command.before else []), f"exec {command.shell}", ""]
     files["serve.sh"] = "\n".join(lines)
     if not engine_of(engine).packages:

@@ -37,19 +37,19 @@ def chosen(name: str, kind: str) -> Chosen:
     Raises ConfigError for an unknown name, with the nearest one, and for an engine that takes no folder of this kind.
     """
     word = name.lower()
-    known = _engines()
-    if word in formats() and (word not in known or kind in _written(word)):
+    by_name = _engines()
+    if word in formats() and (word not in by_name or kind in _written(word)):
         return Chosen(word, None)
-    if word not in known:
-        hint = nearest(word, [*formats(), *known])
+    if word not in by_name:
+        hint = nearest(word, [*formats(), *by_name])
         hint = hint if "did you mean" in hint else nearest(word, {*formats(), *ENGINES})
         raise ConfigError(f"unknown engine or format {name!r}{hint}")
     engine = engine_name(word)
     method, title = method_of(engine, kind), engine_of(engine).title
     written = [format for format in method.formats if kind in _written(format)]
     if not written:
-        own = f"{title} drafts by itself, with `outrider deploy {kind} --to {engine}`"
-        raise ConfigError(f"Outrider writes no folder of {kind} for {title}; {own}")
+        advice = f"{title} drafts by itself, with `outrider deploy {kind} --to {engine}`"
+        raise ConfigError(f"Outrider writes no folder of {kind} for {title}; {advice}")
     return Chosen(written[0], engine)
 
 
@@ -74,7 +74,7 @@ def engines() -> list[dict[str, Any]]:
 
 def _engines() -> dict[str, str]:
     """Every name of an engine."""
-    return {name: own["engine"] for own in engines() for name in (own["engine"], *own["names"])}
+    return {name: engine["engine"] for engine in engines() for name in (engine["engine"], *engine["names"])}
 
 
 def _written(format: str) -> list[str]:

@@ -48,12 +48,12 @@ def candidates(tokens: int, width: int) -> int:
 
 
 def _vllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
-    found: Settings = {"method": method.name}
+    settings: Settings = {"method": method.name}
     if draft.folder is not None:
-        found["model"] = draft.place
-    found["num_speculative_tokens"] = tokens
-    found |= {**method.taken(draft.settings, tokens), **method.more}
-    return found | ({"num_speculative_tokens_per_batch_size": tune.for_vllm(wish.schedule)} if wish.schedule else {})
+        settings["model"] = draft.place
+    settings["num_speculative_tokens"] = tokens
+    settings |= {**method.taken(draft.settings, tokens), **method.more}
+    return settings | ({"num_speculative_tokens_per_batch_size": tune.for_vllm(wish.schedule)} if wish.schedule else {})
 
 
 def _vllm_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
@@ -67,21 +67,21 @@ def _vllm_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
 
 
 def _sglang(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
-    found: Settings = {"speculative-algorithm": method.name}
+    settings: Settings = {"speculative-algorithm": method.name}
     if draft.folder is not None:
-        found["speculative-draft-model-path"] = draft.place
+        settings["speculative-draft-model-path"] = draft.place
     if method.flag is not None:
         # without it the folder's own size counts; all but DSpark count the anchor's place too
-        own = draft.folder is not None and tokens == draft.length
-        return found if own else found | {method.flag: tokens + (method.name != "DSPARK")}
+        is_default = draft.folder is not None and tokens == draft.length
+        return settings if is_default else settings | {method.flag: tokens + (method.name != "DSPARK")}
     # a chain verifies one more than it drafts, the anchor's place
     nodes = tokens + 1 if wish.width == 1 else min(4 * wish.width, candidates(tokens, wish.width) + 1)
-    found |= {
+    settings |= {
         "speculative-num-steps": tokens, "speculative-eagle-topk": wish.width, "speculative-num-draft-tokens": nodes,
     }  # fmt: skip
     if wish.schedule:
-        found |= {"speculative-adaptive": True, "speculative-adaptive-config": f"{wish.files}/{ADAPTIVE}"}
-    return found
+        settings |= {"speculative-adaptive": True, "speculative-adaptive-config": f"{wish.files}/{ADAPTIVE}"}
+    return settings
 
 
 def _sglang_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
@@ -97,11 +97,11 @@ def _sglang_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
 
 def _trtllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
     place = {} if draft.folder is None else {"speculative_model": draft.place}
-    found: Settings = {"decoding_type": method.name, "max_draft_len": tokens, **place}
-    own = draft.config.get("dflash_config") or draft.config
-    known = {
+    settings: Settings = {"decoding_type": method.name, "max_draft_len": tokens, **place}
+    dflash = draft.config.get("dflash_config") or draft.config
+    facts = {
         "eagle3_layers_to_capture": list(draft.taps), "target_layer_ids": list(draft.taps),
-        "mask_token_id": own.get("mask_token_id"),
+        "mask_token_id": dflash.get("mask_token_id"),
     }  # fmt: skip
     # of the authors' own EAGLE-3, which names no layers, it guesses them right
     if not draft.taps and LAYER_FACTS & set(method.facts) and draft.format not in of_kind(draft.kind).guessed:
@@ -109,12 +109,12 @@ def _trtllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
         raise ConfigError(
             f"{draft.place} does not say which layers it reads; write {key} into its {CONFIG}, or export it again"
         )
-    found |= {name: known[name] for name in method.facts if known[name] not in (None, [])}
-    found |= method.taken(draft.settings, tokens)
+    settings |= {name: facts[name] for name in method.facts if facts[name] not in (None, [])}
+    settings |= method.taken(draft.settings, tokens)
     if wish.width > 1:
         most = min(4 * wish.width, candidates(tokens, wish.width))
-        found |= {"use_dynamic_tree": True, "dynamic_tree_max_topK": wish.width, "max_total_draft_tokens": most}
-    return found | ({"draft_len_schedule": tune.for_trtllm(wish.schedule)} if wish.schedule else {})
+        settings |= {"use_dynamic_tree": True, "dynamic_tree_max_topK": wish.width, "max_total_draft_tokens": most}
+    return settings | ({"draft_len_schedule": tune.for_trtllm(wish.schedule)} if wish.schedule else {})
 
 
 def _trtllm_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
@@ -129,13 +129,13 @@ def _trtllm_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
 
 
 def _llamacpp(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
-    found: Settings = {"spec-type": spec_type(draft.kind, draft.settings)}
+    settings: Settings = {"spec-type": spec_type(draft.kind, draft.settings)}
     if method.takes:
-        return found | method.taken(draft.settings, tokens)
+        return settings | method.taken(draft.settings, tokens)
     if draft.folder is not None and not in_target(draft):
-        found["spec-draft-model"] = str(downloaded(draft) / GGUF_FILE)
-    found["spec-draft-n-max"] = tokens
-    return found if wish.cutoff is None else found | {"spec-draft-p-min": wish.cutoff}
+        settings["spec-draft-model"] = str(downloaded(draft) / GGUF_FILE)
+    settings["spec-draft-n-max"] = tokens
+    return settings if wish.cutoff is None else settings | {"spec-draft-p-min": wish.cutoff}
 
 
 def spec_type(kind: str, settings: Mapping[str, Any]) -> str:
@@ -198,8 +198,8 @@ def _transformers_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
     assistant = {key: value for key, value in settings.items() if key in ASSISTANT}
     plain = {key: repr(value) for key, value in settings.items() if key not in ASSISTANT}
     call = plain if model is None else plain | {"assistant_model": "draft"}
-    given = "".join(f", {key}={value}" for key, value in call.items())
-    text = rendered("generate.py.txt", target=draft.target, model=model, assistant=assistant, given=given)
+    arguments = "".join(f", {key}={value}" for key, value in call.items())
+    text = rendered("generate.py.txt", target=draft.target, model=model, assistant=assistant, given=arguments)
     return ["python", f"{wish.files}/{SNIPPET}", "The prompt."], {SNIPPET: text}
 
 

@@ -47,15 +47,15 @@ Measure = Callable[[str, int], float]
 def arms(tokens: Iterable[int], widths: Iterable[int] = (1,), cutoffs: Iterable[float | None] = (None,)) -> list[Arm]:
     """Every combination; without tokens there is neither width nor cut-off.  Raises ConfigError for what can't be
     drafted."""
-    found = dict.fromkeys(
+    combinations = dict.fromkeys(
         Arm(count, width, cutoff) if count else Arm(0) for count in tokens for width in widths for cutoff in cutoffs
     )
-    wrong = [arm for arm in found if arm.tokens < 0 or arm.width < 1 or not 0 <= (arm.cutoff or 0) < 1]
-    if wrong or not found:
+    wrong = [arm for arm in combinations if arm.tokens < 0 or arm.width < 1 or not 0 <= (arm.cutoff or 0) < 1]
+    if wrong or not combinations:
         raise ConfigError(
             f"tokens must be at least 0, widths at least 1 and cut-offs from 0 to below 1, got {wrong or 'none'}"
         )
-    return sorted(found, key=Arm.order)
+    return sorted(combinations, key=Arm.order)
 
 
 def sweep(
@@ -74,8 +74,8 @@ def sweep(
     loads = sorted(set(loads))
     points = _begun(folder, dict(about or {}))
     done = {(point.arm, point.load, point.round) for point in points}
-    wanted = {(arm, load, repeat) for repeat in range(rounds) for arm in arms for load in loads}
-    points = [point for point in points if point[:3] in wanted]
+    planned = {(arm, load, repeat) for repeat in range(rounds) for arm in arms for load in loads}
+    points = [point for point in points if point[:3] in planned]
     with (folder / POINTS).open("a", encoding="utf-8") as file:
         for repeat in range(rounds):
             for arm in arms if repeat % 2 == 0 else reversed(arms):
@@ -238,10 +238,10 @@ def of_engine(
 
     wish: what does not vary.  python, version: of the engine, as in `commands.installed`.
     """
-    asked = engine_of(engine)
-    if asked.metrics is None:
+    described = engine_of(engine)
+    if described.metrics is None:
         raise ConfigError(
-            f"{asked.title} can't be started and measured by `outrider tune`; name one of vllm, sglang, trtllm, "
+            f"{described.title} can't be started and measured by `outrider tune`; name one of vllm, sglang, trtllm, "
             "llamacpp"
         )
     version = version or (None if python is None else commands.installed(engine, python))
@@ -253,7 +253,7 @@ def of_engine(
         for name, text in made[arm].files.items():
             (out / name).write_text(text, encoding="utf-8")
         words = _in_environment(made[arm].words, python)
-        with served(words, f"http://127.0.0.1:{wish.port}", asked.health, out / "server.log", ready_s) as url:
+        with served(words, f"http://127.0.0.1:{wish.port}", described.health, out / "server.log", ready_s) as url:
             yield url
 
     return starts

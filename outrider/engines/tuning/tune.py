@@ -91,12 +91,12 @@ class Choice:
 
     def plain(self, weights: str | None = None) -> dict[str, Any]:
         """The choice as values for JSON, with the tables of engines.  weights: checksum of the draft's, where known."""
-        found = asdict(self) | {"gains": [one._asdict() for one in self.gains], "fixed": self.fixed._asdict()}
+        choice = asdict(self) | {"gains": [one._asdict() for one in self.gains], "fixed": self.fixed._asdict()}
         tables: dict[str, Any] = {"llamacpp": for_llamacpp(self.fixed)}
         if self.width == 1 and self.cutoff is None:  # tables by load hold neither trees nor cut-offs
             ranges = self.ranges
             tables |= {"vllm": for_vllm(ranges), "sglang": for_sglang(ranges), "trtllm": for_trtllm(ranges)}
-        return {"outrider_tune": 1, "weights": weights, **found, "tables": tables}
+        return {"outrider_tune": 1, "weights": weights, **choice, "tables": tables}
 
     def write(self, path: Path, weights: str | None = None) -> None:
         """tune.json, whole or not at all."""
@@ -116,14 +116,14 @@ def choose(points: Sequence[Point], margin: float = MARGIN, largest: int = LARGE
     ways = sorted(
         {arm[1:] for arm in table.arms if arm.tokens}, key=lambda way: (way != (1, None), way[0], way[1] or 0.0)
     )
-    found: tuple[float, list[Arm]] | None = None
+    best: tuple[float, list[Arm]] | None = None
     for way in ways or [(1, None)]:
         value, chosen = table.best([arm for arm in table.arms if arm.tokens == 0 or arm[1:] == way])
         # a tree or a cut-off must win as a change of length must
-        if found is None or value > found[0] + table.price(len(table.loads)):
-            found = (value, chosen)
-    assert found is not None
-    chosen = found[1]
+        if best is None or value > best[0] + table.price(len(table.loads)):
+            best = (value, chosen)
+    assert best is not None
+    chosen = best[1]
     drafting = next((arm for arm in chosen if arm.tokens), Arm(0))
     ranges = _ranges(table, chosen, max(largest, table.loads[-1]))
     pays_to = None if ranges[-1].tokens else max((one.last for one in ranges if one.tokens), default=0)
@@ -223,8 +223,8 @@ class _Table:
         price = self.price(len(self.loads)) / len(self.loads)
         best = max(self.arms, key=lambda arm: mean[arm] - (arm != self.shortest) * price)
         drafts = [mean[arm] for arm in self.arms if arm.tokens]
-        known = self.shortest.tokens == 0 and drafts
-        return best, math.exp(max(drafts) - mean[self.shortest]) if known else None
+        is_measured = self.shortest.tokens == 0 and drafts
+        return best, math.exp(max(drafts) - mean[self.shortest]) if is_measured else None
 
     def gain(self, load: int, arm: Arm) -> Gain:
         speed, ratio = math.exp(self.mean[arm, load]), self.mean[arm, load] - self.mean[self.shortest, load]
@@ -237,7 +237,7 @@ class _Table:
 
 def _ranges(table: _Table, chosen: Sequence[Arm], largest: int) -> tuple[Range, ...]:
     """Between two measured loads the length changes where their lines cross, over the logarithm of the load."""
-    found, first = [], 1
+    ranges, first = [], 1
     for place, arm in enumerate(chosen[:-1]):
         after = chosen[place + 1]
         if after.tokens == arm.tokens:
@@ -246,9 +246,9 @@ def _ranges(table: _Table, chosen: Sequence[Arm], largest: int) -> tuple[Range, 
         ahead, later = (table.mean[arm, load] - table.mean[after, load] for load in (here, there))
         share = min(1.0, max(0.0, ahead / (ahead - later))) if ahead > later else 0.5
         last = min(there - 1, max(here, int(here * (there / here) ** share)))
-        found.append(Range(first, last, arm.tokens))
+        ranges.append(Range(first, last, arm.tokens))
         first = last + 1
-    return (*found, Range(first, largest, chosen[-1].tokens))
+    return (*ranges, Range(first, largest, chosen[-1].tokens))
 
 
 # ── the tables of engines ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -260,8 +260,8 @@ def check(ranges: Sequence[Range]) -> None:
     expected, tokens = 1, math.inf
     for one in ranges:
         if one.first != expected or one.last < one.first or not 0 <= one.tokens <= tokens:
-            wanted = f"[first, last, tokens], begin at {expected} and have no more tokens than the one before"
-            raise ConfigError(f"a range must be {wanted}, got {list(one)}")
+            rule = f"[first, last, tokens], begin at {expected} and have no more tokens than the one before"
+            raise ConfigError(f"a range must be {rule}, got {list(one)}")
         expected, tokens = one.last + 1, one.tokens
     if not ranges or not any(one.tokens for one in ranges):
         raise ConfigError("this table drafts nothing at any load; serve without speculation (--tokens 0)")

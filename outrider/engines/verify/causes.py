@@ -50,19 +50,21 @@ def causes(folder: Draft, model: Draft, texts: Sequence[tuple[States, int]], len
             "folder was exported from"
         )
     anchors = [(text, at) for text, begun in texts for at in _anchors(text, begun)]
-    wanted = [chains.drafted(model, text, at, length).tokens for text, at in anchors]
-    found = []
+    expected = [chains.drafted(model, text, at, length).tokens for text, at in anchors]
+    results = []
     for swap in differences(folder, model):
         try:
             other = replace(model, **swap.parts)
             drafts = [chains.drafted(other, text, at, length).tokens for text, at in anchors]
         except UNREADABLE as error:
-            found.append(Cause(swap.name, f"{swap.what}; with it nothing can be drafted ({type(error).__name__})", 1.0))
+            results.append(
+                Cause(swap.name, f"{swap.what}; with it nothing can be drafted ({type(error).__name__})", 1.0)
+            )
             continue
-        changed = sum(a != b for one, two in zip(drafts, wanted, strict=True) for a, b in zip(one, two, strict=True))
+        changed = sum(a != b for one, two in zip(drafts, expected, strict=True) for a, b in zip(one, two, strict=True))
         if changed:
-            found.append(Cause(swap.name, swap.what, changed / (len(anchors) * length)))
-    return sorted(found, key=lambda cause: -cause.changed)
+            results.append(Cause(swap.name, swap.what, changed / (len(anchors) * length)))
+    return sorted(results, key=lambda cause: -cause.changed)
 
 
 def _anchors(text: States, begun: int) -> list[int]:
@@ -119,18 +121,18 @@ def differences(folder: Draft, model: Draft) -> Iterator[Swap]:
 
 def _fields(folder: Draft, model: Draft, fields: Sequence[Field]) -> Iterator[Swap]:
     for field, name, what, shown in fields:
-        theirs, own = getattr(folder, field), getattr(model, field)
-        if theirs != own:
-            yield Swap(name, what.format(shown(theirs), shown(own)), {field: theirs})
+        theirs, ours = getattr(folder, field), getattr(model, field)
+        if theirs != ours:
+            yield Swap(name, what.format(shown(theirs), shown(ours)), {field: theirs})
 
 
 def _vocabulary(folder: Draft, model: Draft) -> Iterator[Swap]:
-    theirs, own = folder.ids, model.ids
-    if theirs is None or own is None:
-        is_same, moved = theirs is own, ""
+    theirs, ours = folder.ids, model.ids
+    if theirs is None or ours is None:
+        is_same, moved = theirs is ours, ""
     else:
-        is_same = _same(theirs, own)
-        moved = f", {int((theirs != own).sum())} of them moved" if len(theirs) == len(own) else ""
+        is_same = _same(theirs, ours)
+        moved = f", {int((theirs != ours).sum())} of them moved" if len(theirs) == len(ours) else ""
     if not is_same:
         change = f"d2t maps {'all' if theirs is None else len(theirs)} draft tokens{moved}; the map is not this model's"
         yield Swap("vocabulary", change, {"ids": theirs, "head": folder.head})
@@ -158,12 +160,12 @@ def _shifted_heads(folder: Draft, model: Draft) -> int:
 def first_difference(folder: Draft, model: Draft, text: States, anchor: int, length: int) -> tuple[str, float] | None:
     """The first stage whose output differs, and its relative difference; None where none does, or nothing can be
     drafted."""
-    own = chains.drafted(model, text, anchor, length).stages
+    ours = chains.drafted(model, text, anchor, length).stages
     try:
         theirs = chains.drafted(folder, text, anchor, length).stages
     except UNREADABLE:  # among the causes already
         return None
-    for name, value in own.items():
+    for name, value in ours.items():
         away = _away(value, theirs.get(name))
         if away > CLOSE:
             return name, away
@@ -190,8 +192,8 @@ def compare_stages(
         (name, value.reshape(-1, value.shape[-1]), torch.tensor(rows[name]))
         for name, value in chains.drafted(folder, text, anchor, length).stages.items() if name in rows
     ]  # fmt: skip
-    found = ((name, _away(own[-len(other) :], other[-len(own) :])) for name, own, other in both)
-    return StageComparison(len(both), next(((name, away) for name, away in found if away > CLOSE), None))
+    by_stage = ((name, _away(ours[-len(other) :], other[-len(ours) :])) for name, ours, other in both)
+    return StageComparison(len(both), next(((name, away) for name, away in by_stage if away > CLOSE), None))
 
 
 def _away(value: Tensor, other: Tensor | None) -> float:
@@ -201,10 +203,10 @@ def _away(value: Tensor, other: Tensor | None) -> float:
     return float((other.to(value) - value).norm() / value.norm().clamp(min=1e-9))
 
 
-def _unequal(theirs: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
+def _unequal(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> list[str]:
     return sorted(
-        name for name in theirs.keys() | own.keys()
-        if name not in theirs or name not in own or not _same(theirs[name], own[name])
+        name for name in theirs.keys() | ours.keys()
+        if name not in theirs or name not in ours or not _same(theirs[name], ours[name])
     )  # fmt: skip
 
 
@@ -236,7 +238,7 @@ def guesses(model: Draft, texts: Sequence[tuple[States, Mapping[int, int]]], len
     step where its draft would have been accepted exactly so far.  Among equal guesses the first is that nothing is
     wrong.
     """
-    steps = [(text, at, accepted) for text, found in texts for at, accepted in found.items()]
+    steps = [(text, at, accepted) for text, accepted_at in texts for at, accepted in accepted_at.items()]
     if not steps:
         return []
     scored = []

@@ -59,17 +59,17 @@ def drafted(draft: Draft, text: States, anchor: int, length: int) -> Drafted:
 def _eagle3_chain(draft: Draft, text: States, anchor: int, length: int, stages: dict[str, Tensor]) -> list[int]:
     embedded = _embedded(text, text.tokens[1 : anchor + 1])
     features = _fused(draft, text, anchor, stages)
-    found: list[int] = []
+    chain: list[int] = []
     for step in range(length):
         note = stages if step == 0 else {}
         state = _layer(draft, 0, embedded, features, None, note)
         normed = _norm(draft, "norm", state)
         note["norm"] = normed[-1:]
-        found.append(_choice(draft, text, normed[-1], note))
+        chain.append(_choice(draft, text, normed[-1], note))
         following = normed if "norm_output" in draft.flags else state
-        embedded = torch.cat([embedded, _embedded(text, found[-1:])])
+        embedded = torch.cat([embedded, _embedded(text, chain[-1:])])
         features = torch.cat([features, following[-1:]])
-    return found
+    return chain
 
 
 def _peagle_chain(draft: Draft, text: States, anchor: int, length: int, stages: dict[str, Tensor]) -> list[int]:
@@ -90,12 +90,12 @@ def _block_chain(draft: Draft, text: States, anchor: int, length: int, stages: d
     if draft.kind == "dflash":
         return [_choice(draft, text, row, stages) for row in x]
     correct = _markov if draft.kind == "dspark" else _domino
-    found, memory = [text.tokens[anchor]], torch.zeros(1)
+    chain, memory = [text.tokens[anchor]], torch.zeros(1)
     for k, row in enumerate(x):
-        added, memory = correct(draft, text, row.cpu(), found[-1], memory)
+        added, memory = correct(draft, text, row.cpu(), chain[-1], memory)
         stages[f"correction {k}"] = added = added * (k >= draft.prefix)
-        found.append(_choice(draft, text, row, stages, added))
-    return found[1:]
+        chain.append(_choice(draft, text, row, stages, added))
+    return chain[1:]
 
 
 def _through(
@@ -131,14 +131,14 @@ def _domino(draft: Draft, text: States, row: Tensor, token: int, memory: Tensor)
 
 
 def _medusa_chain(draft: Draft, text: States, anchor: int, length: int, stages: dict[str, Tensor]) -> list[int]:
-    found = []
+    chain = []
     for depth in range(length):
         k, x, n = draft.order[depth], text.hidden[anchor - 1], 0
         while (name := f"blocks.{k}.layers.{n}") + ".weight" in draft.weights:
             x, n = x + F.silu(_linear(draft, name, x, "bias" in draft.flags)), n + 1
         stages[f"head {depth}"] = x
-        found.append(int(_linear(draft, f"lm_heads.{k}", x).argmax()))
-    return found
+        chain.append(int(_linear(draft, f"lm_heads.{k}", x).argmax()))
+    return chain
 
 
 def _embedded(text: States, tokens: Sequence[int]) -> Tensor:
@@ -190,8 +190,8 @@ def _layer(
     v = _linear(draft, part + "v_proj", keyed).unflatten(-1, (kv_heads, -1)).transpose(0, 1)
     mask = torch.ones(len(rows), len(keyed), dtype=torch.bool, device=x.device)
     mask = mask.tril(before) if context is None or draft.causal else mask
-    found = F.scaled_dot_product_attention(q[None], k[None], v[None], mask, enable_gqa=True)[0]
-    x = residual + _linear(draft, part + "o_proj", found.transpose(0, 1).flatten(1))
+    attended = F.scaled_dot_product_attention(q[None], k[None], v[None], mask, enable_gqa=True)[0]
+    x = residual + _linear(draft, part + "o_proj", attended.transpose(0, 1).flatten(1))
     stages[f"{name} attention"] = x
     rows = _norm(draft, f"{name}.post_attention_layernorm", x)
     gate, up = (_linear(draft, f"{name}.mlp.{half}_proj", rows) for half in ("gate", "up"))

@@ -77,9 +77,9 @@ def _kinds(engine: str) -> tuple[str, ...]:
     """Kinds of which folders can be compared; () where the engine itself refuses others."""
     if engine == "vllm":
         return ()
-    known = ENGINES[engine].methods.items()
-    own = () if engine in parity.RUN else (engine,)  # where it is not run, folders of its own format are read
-    return tuple(kind for kind, method in known if set(own or method.formats) & set(method.formats))
+    methods = ENGINES[engine].methods.items()
+    formats = () if engine in parity.RUN else (engine,)  # where it is not run, folders of its own format are read
+    return tuple(kind for kind, method in methods if set(formats or method.formats) & set(method.formats))
 
 
 def prompt_tokens(target: TransformersTarget, task: str, count: int) -> list[list[int]]:
@@ -94,36 +94,36 @@ def place_of(target: TransformersTarget) -> str:
 
 
 def verified(
-    place: Path, engine: str, python: str | None, target: TransformersTarget, model: DraftModel, known: bool,
+    place: Path, engine: str, python: str | None, target: TransformersTarget, model: DraftModel, is_original: bool,
     prompts: list[list[int]], max_new_tokens: int, mend: tuple[str, ...] = (), prefix_caching: bool = False,
     say: Say = lambda text: None, server: str | None = None,
 ) -> Parity:  # fmt: skip
-    """The whole comparison.  known: `model` is what the folder was made from, not what was read from it.
+    """The whole comparison.  is_original: `model` is what the folder was made from, not what was read from it.
 
     server: llama.cpp's program, as `llama_server.program` finds it.
     say: gets what is about to run.  Raises ConfigError where the engine can't be run.
     """
     kind, length = model.config.kind, parity.length_of(model)
     made = _Export(place, engine, target, model, prompts, length, server)
-    found = Parity(engine, None, kind, read_manifest(place).get("format", "unknown"), length)
+    result = Parity(engine, None, kind, read_manifest(place).get("format", "unknown"), length)
     if engine not in parity.RUN:
         # what the folder's own causes are
         some = prompts[:LOOKED_AT]
-        own = parity.ours(target, parity.as_engine(model), some, [[]] * len(some), 32, length)
-        those, stage = made.causes(own.tokens)
-        return replace(found, causes=those, stage=stage, warnings=(f"{engine} was not run: the folder was read",))
+        ours = parity.ours(target, parity.as_engine(model), some, [[]] * len(some), 32, length)
+        those, stage = made.causes(ours.tokens)
+        return replace(result, causes=those, stage=stage, warnings=(f"{engine} was not run: the folder was read",))
     answer = made.answer(python, max_new_tokens, mend, prefix_caching, say)
     version, platform = answer["version"], answer.get("platform", "")
     warnings = tuple(parity.known_bad(engine, version, kind, platform))
-    found = replace(found, version=version, platform=platform, warnings=warnings, error=answer.get("error"))
-    if found.error is not None:
-        return found
+    result = replace(result, version=version, platform=platform, warnings=warnings, error=answer.get("error"))
+    if result.error is not None:
+        return result
     begun, theirs = parity.RUN[engine], parity.side_of(answer)
-    own = parity.ours(
+    ours = parity.ours(
         target, parity.as_engine(model), prompts, [text[:begun] for text in theirs.tokens], max_new_tokens, length
     )  # fmt: skip
-    found = replace(found, **parity.compared(target, prompts, own, theirs, length, begun))
-    return made.explained(found, known, theirs, answer.get("stages") or {}) if kind in readers.KINDS else found
+    result = replace(result, **parity.compared(target, prompts, ours, theirs, length, begun))
+    return made.explained(result, is_original, theirs, answer.get("stages") or {}) if kind in readers.KINDS else result
 
 
 @dataclass(frozen=True)
@@ -171,34 +171,36 @@ class _Export:
             return gguf_reader.of_file(self.place / layouts.FILE)
         return readers.of_folder(self.place, self.engine)
 
-    def explained(self, found: Parity, known: bool, theirs: Side, answered: Mapping[str, Any]) -> Parity:
+    def explained(self, result: Parity, is_original: bool, theirs: Side, answered: Mapping[str, Any]) -> Parity:
         """What was measured, with causes.  What a reader can't do is a warning: the engine has run for minutes."""
         try:
-            if known:
+            if is_original:
                 those, stage = self.causes(theirs.tokens)
-                found = replace(found, causes=those, stage=stage)
-            if found.is_equal is False and not found.causes:
-                found = replace(found, guesses=self.guesses(theirs))
+                result = replace(result, causes=those, stage=stage)
+            if result.is_equal is False and not result.causes:
+                result = replace(result, guesses=self.guesses(theirs))
         except Exception as error:
-            found = _warned(found, f"causes not looked for: {error}")
+            result = _warned(result, f"causes not looked for: {error}")
         if "rows" not in answered:
             return (
-                _warned(found, f"its modules were not recorded: {answered['error']}") if "error" in answered else found
+                _warned(result, f"its modules were not recorded: {answered['error']}")
+                if "error" in answered
+                else result
             )
         try:
             read, text = self.read(), chains.states(self.target, answered["text"])
             stages, first = causes.compare_stages(read, answered["rows"], text, len(self.prompts[0]), self.length)
         except Exception as error:
-            return _warned(found, f"its modules were not compared: {error}")
-        return replace(found, stages=stages, engine_stage=first)
+            return _warned(result, f"its modules were not compared: {error}")
+        return replace(result, stages=stages, engine_stage=first)
 
     def causes(self, texts: Sequence[Sequence[int]]) -> tuple[tuple[parity.Cause, ...], tuple[str, float] | None]:
         """What in the folder changes drafts after these texts, and the first stage whose output differs."""
         continued = list(zip(self.prompts, texts, strict=False))[:LOOKED_AT]
         texts_read = [(chains.states(self.target, [*prompt, *text]), len(prompt)) for prompt, text in continued]
-        read, own = self.read(), readers.of_model(self.model)
-        found = tuple(causes.causes(read, own, texts_read, self.length))
-        return found, causes.first_difference(read, own, *texts_read[0], self.length) if found else None
+        read, ours = self.read(), readers.of_model(self.model)
+        differing = tuple(causes.causes(read, ours, texts_read, self.length))
+        return differing, causes.first_difference(read, ours, *texts_read[0], self.length) if differing else None
 
     def guesses(self, theirs: Side) -> tuple[tuple[str, str, float], ...]:
         """How the engine may read a sound folder otherwise."""
@@ -208,5 +210,5 @@ class _Export:
         return tuple(causes.guesses(readers.of_model(self.model), texts, self.length)[:3])
 
 
-def _warned(found: Parity, warning: str) -> Parity:
-    return replace(found, warnings=(*found.warnings, warning))
+def _warned(result: Parity, warning: str) -> Parity:
+    return replace(result, warnings=(*result.warnings, warning))

@@ -49,12 +49,12 @@ def of_file(path: str | Path) -> Draft:
         raise ExportError(f"{path} has architecture {family}, which can't be compared; known are dflash and eagle3")
     markov = [name for name in tensors if name.startswith("markov_")]
     kind = "dspark" if any(tensors[name].any() for name in markov) else family
-    own = {key.removeprefix(f"{family}."): value for key, value in keys.items()}
-    own["sample_from_anchor"] = bool(markov) and own.get("sample_from_anchor", True)
+    settings = {key.removeprefix(f"{family}."): value for key, value in keys.items()}
+    settings["sample_from_anchor"] = bool(markov) and settings.get("sample_from_anchor", True)
     if kind == "dflash":
         tensors = {name: weight for name, weight in tensors.items() if name not in markov}
     try:
-        return _draft(kind, own, tensors)
+        return _draft(kind, settings, tensors)
     except KeyError as error:
         raise ExportError(f"{path} lacks the key {error}, which llama.cpp reads; export it again") from None
 
@@ -83,8 +83,8 @@ def _draft(kind: str, keys: Keys, tensors: Mapping[str, Tensor]) -> Draft:
     kv_heads = int(keys.get("attention.head_count_kv", heads))
     weights = {_name(name): weight for name, weight in tensors.items() if name != FREQUENCIES}
     if kind == "eagle3":
-        own = {"layers.0.self_attn.q_proj.weight": heads, "layers.0.self_attn.k_proj.weight": kv_heads}
-        weights |= {name: _halves(weights[name], count) for name, count in own.items()}
+        counts = {"layers.0.self_attn.q_proj.weight": heads, "layers.0.self_attn.k_proj.weight": kv_heads}
+        weights |= {name: _halves(weights[name], count) for name, count in counts.items()}
     if "d2t" in weights:  # `parts` expects the distance from a draft token's own number
         weights["d2t"] = weights["d2t"] - torch.arange(len(weights["d2t"]))
     is_block = kind in readers.BLOCKS

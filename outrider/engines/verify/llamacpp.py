@@ -55,8 +55,8 @@ def answer(
     log.unlink()
     return {
         **about, "tokens": [text.tokens for text in texts],
-        "accepted": [[step.accepted for step in own] for own in steps],
-        "drafted": [[step.drafted for step in own] for own in steps],
+        "accepted": [[step.accepted for step in of_text] for of_text in steps],
+        "drafted": [[step.drafted for step in of_text] for of_text in steps],
     }  # fmt: skip
 
 

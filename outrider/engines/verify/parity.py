@@ -232,8 +232,8 @@ def write_verified(folder: Path, parity: Parity) -> Path:
     """
     for name in ("outrider.json", "verified.json"):
         path = folder / name
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if isinstance(found, dict) and "kind" in found:
+        manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if isinstance(manifest, dict) and "kind" in manifest:
             break
     entry = {
         "texts_equal": parity.texts_equal, "prompts": parity.prompts, "steps": parity.steps[1],
@@ -242,9 +242,9 @@ def write_verified(folder: Path, parity: Parity) -> Path:
         "is_equal": parity.is_equal, "causes": [cause.name for cause in parity.causes], "error": parity.error,
         "platform": parity.platform,
     }  # fmt: skip
-    found.setdefault("verified", {})[f"{parity.engine} {parity.version}"] = entry
+    manifest.setdefault("verified", {})[f"{parity.engine} {parity.version}"] = entry
     with replacing(path) as part:
-        part.write_text(json.dumps(found, indent=2), encoding="utf-8")
+        part.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
     return path
 
 
@@ -259,15 +259,15 @@ def as_engine(model: DraftModel, length: int | None = None) -> Drafter:
     config, kind = model.config, model.config.kind
     most = length_of(model)
     length = most if length is None else length
-    own = method(kind)
-    if length < 1 or (own.is_fixed and length > most):
+    about = method(kind)
+    if length < 1 or (about.is_fixed and length > most):
         raise ConfigError(
             f"this {kind} drafts 1 to {most} tokens per step, got {length}; choose a number in that range"
         )
-    changed = dict(own.chain)
-    if own.length == "heads":
+    changed = dict(about.chain)
+    if about.length == "heads":
         changed["tree"] = tuple((0,) * (k + 1) for k in range(length))
-    elif not own.is_fixed:
+    elif not about.is_fixed:
         changed["length"] = length
     if "nodes" in type(config).model_fields:  # else it warns that a chain has no use for them
         changed["nodes"] = type(config).model_fields["nodes"].default
@@ -314,16 +314,16 @@ def ours(
 
 
 def compared(
-    target: TransformersTarget, prompts: Sequence[Sequence[int]], own: Side, theirs: Side, length: int, begun: int = 1
+    target: TransformersTarget, prompts: Sequence[Sequence[int]], ours: Side, theirs: Side, length: int, begun: int = 1
 ) -> dict[str, Any]:  # fmt: skip
     """The fields of `Parity` that come of two sides.  begun: tokens of a text before its first step."""
-    parted = [each for b in range(len(prompts)) if (each := _parted(target, prompts[b], b, own, theirs)) is not None]
-    same = [common_prefix(a, b) for a, b in zip(own.tokens, theirs.tokens, strict=True)]
+    parted = [each for b in range(len(prompts)) if (each := _parted(target, prompts[b], b, ours, theirs)) is not None]
+    same = [common_prefix(a, b) for a, b in zip(ours.tokens, theirs.tokens, strict=True)]
     mine, engines = (
         [_steps(accepted, length, end, begun) for accepted, end in zip(side.accepted, same, strict=True)]
-        for side in (own, theirs)
+        for side in (ours, theirs)
     )
-    found = (
+    counts = (
         [count for steps in mine for count in steps.values()],
         [count for steps in engines for count in steps.values()],
     )
@@ -331,28 +331,28 @@ def compared(
     agreeing = sum(a.get(place) == count for a, b in both for place, count in b.items())
     return {
         "prompts": len(prompts), "texts_equal": len(prompts) - len(parted), "parted": tuple(parted),
-        "steps": (len(found[0]), len(found[1])), "steps_equal": agreeing / len(found[1]) if found[1] else None,
-        "depths": tuple(_depth(d, *found) for d in range(length)) if all(found) else (),
+        "steps": (len(counts[0]), len(counts[1])), "steps_equal": agreeing / len(counts[1]) if counts[1] else None,
+        "depths": tuple(_depth(d, *counts) for d in range(length)) if all(counts) else (),
     }  # fmt: skip
 
 
 def _steps(accepted: Sequence[int], length: int, end: int, begun: int = 1) -> dict[int, int]:
     """Position of each step that counts, in new tokens → its accepted tokens.  The first `begun` need no step."""
-    found, place = {}, begun
+    counts, place = {}, begun
     for count in accepted:
         if place + length + 1 <= end:
-            found[place] = count
+            counts[place] = count
         place += count + 1
-    return found
+    return counts
 
 
-def _depth(depth: int, own: Sequence[int], theirs: Sequence[int]) -> Depth:
-    a, b = (sum(count > depth for count in side) / len(side) for side in (own, theirs))
-    return Depth(a, b, math.sqrt(a * (1 - a) / len(own) + b * (1 - b) / len(theirs)))
+def _depth(depth: int, ours: Sequence[int], theirs: Sequence[int]) -> Depth:
+    a, b = (sum(count > depth for count in side) / len(side) for side in (ours, theirs))
+    return Depth(a, b, math.sqrt(a * (1 - a) / len(ours) + b * (1 - b) / len(theirs)))
 
 
-def _parted(target: TransformersTarget, prompt: Sequence[int], number: int, own: Side, theirs: Side) -> Parted | None:
-    a, b = own.tokens[number], theirs.tokens[number]
+def _parted(target: TransformersTarget, prompt: Sequence[int], number: int, ours: Side, theirs: Side) -> Parted | None:
+    a, b = ours.tokens[number], theirs.tokens[number]
     if a == b:
         return None
     place = common_prefix(a, b)

@@ -145,8 +145,8 @@ def _layers(kind: str, layers: Mapping[str, Any], weights: Mapping[str, Tensor],
 
 def _eagle3(kind: str, config: Mapping[str, Any], weights: Mapping[str, Tensor], engine: str) -> Draft:
     layers = config.get("transformer_layer_config", config)
-    own = config.get("eagle_config") or {}
-    ids = config.get("eagle_aux_hidden_state_layer_ids") or own.get("eagle_aux_hidden_state_layer_ids")
+    eagle = config.get("eagle_config") or {}
+    ids = config.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
     if not ids:
         raise ExportError(
             "eagle_aux_hidden_state_layer_ids is missing from config.json, so engines would guess the layers; "
@@ -166,7 +166,10 @@ def _eagle3(kind: str, config: Mapping[str, Any], weights: Mapping[str, Tensor],
 
 def _block(kind: str, config: Mapping[str, Any], weights: Mapping[str, Tensor], engine: str) -> Draft:
     layers = config.get("transformer_layer_config", config)
-    own = {**(config.get("dflash_config") or {}), **config}  # SGLang reads a head's keys at the top, SpecForge below
+    settings = {
+        **(config.get("dflash_config") or {}),
+        **config,
+    }  # SGLang reads a head's keys at the top, SpecForge below
     if "speculators_model_type" in config:
         taps = [int(k) - 1 for k in config["aux_hidden_state_layer_ids"]]
         # vLLM's first model runner passes over this key for a DFlash, its second refuses it; without it, it is false
@@ -174,24 +177,24 @@ def _block(kind: str, config: Mapping[str, Any], weights: Mapping[str, Tensor], 
         # vLLM lets this key speak for all layers, not for those alone that see a window; of a DSpark it doesn't read it
         causal = kind != "dspark" and not config.get("sliding_window_non_causal", True)
     else:
-        taps, causal = own["target_layer_ids"], bool(own.get("causal", False))
-        in_anchor = kind == "dspark" or (kind == "domino" and own.get("shift_label", False))
+        taps, causal = settings["target_layer_ids"], bool(settings.get("causal", False))
+        in_anchor = kind == "dspark" or (kind == "domino" and settings.get("shift_label", False))
         if kind == "dspark" and engine == "vllm":  # without speculators_model_type and without the key it is true
             in_anchor = config.get("sample_from_anchor", True)
     return _layers(
-        kind, layers, weights, 1e6, taps=tuple(taps), mask=own["mask_token_id"], skip=0 if in_anchor else 1,
+        kind, layers, weights, 1e6, taps=tuple(taps), mask=settings["mask_token_id"], skip=0 if in_anchor else 1,
         causal=causal,
-        markov=own.get("markov_head_type", "vanilla") if kind == "dspark" else "",
-        prefix=own["pure_draft_prefix_len"] if kind == "domino" else 0,
+        markov=settings.get("markov_head_type", "vanilla") if kind == "dspark" else "",
+        prefix=settings["pure_draft_prefix_len"] if kind == "domino" else 0,
     )  # fmt: skip
 
 
 def _rotation(layers: Mapping[str, Any], theta: float) -> Rotation:
     # transformers lets rope_scaling replace rope_parameters, even where it is empty
     rope = layers.get("rope_scaling" if "rope_scaling" in layers else "rope_parameters") or {}
-    found = rope.get("rope_theta", layers.get("rope_theta", theta))
+    base = rope.get("rope_theta", layers.get("rope_theta", theta))
     share = rope.get("partial_rotary_factor", layers.get("partial_rotary_factor", 1.0))
-    return Rotation(float(found), float(share), _scaling(rope, layers.get("max_position_embeddings", LONGEST)))
+    return Rotation(float(base), float(share), _scaling(rope, layers.get("max_position_embeddings", LONGEST)))
 
 
 def _scaling(rope: Mapping[str, Any], longest: int) -> str:
@@ -209,8 +212,8 @@ def _scaling(rope: Mapping[str, Any], longest: int) -> str:
     settings = {key: float(value) if type(value) is int else value for key, value in rope.items() if key not in ignored}
     if kind != "linear":
         settings.setdefault(TRAINED, float(longest))
-    wanted = ["factor", *(("low_freq_factor", "high_freq_factor") if kind == "llama3" else ())]
-    if missing := [key for key in wanted if not isinstance(settings.get(key), float)]:
+    required = ["factor", *(("low_freq_factor", "high_freq_factor") if kind == "llama3" else ())]
+    if missing := [key for key in required if not isinstance(settings.get(key), float)]:
         raise ExportError(f"rotary scaling {kind!r} lacks {', '.join(missing)}; write them into config.json")
     return json.dumps({"rope_type": kind, **settings}, sort_keys=True)
 

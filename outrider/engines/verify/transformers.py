@@ -79,7 +79,7 @@ def continued(target: TransformersTarget, prompt: Sequence[int], new: int, assis
 @contextmanager
 def recorded() -> Iterator[list[Round]]:
     """What becomes of each draft."""
-    found: list[Round] = []
+    rounds: list[Round] = []
     draft, update = AssistedCandidateGenerator.get_candidates, AssistedCandidateGenerator.update_candidate_strategy
     last = 0
 
@@ -90,12 +90,12 @@ def recorded() -> Iterator[list[Round]]:
         return candidates
 
     def updates(self: Any, input_ids: Any, scores: Any, num_matches: Any) -> Any:
-        found.append(Round(last, int(num_matches)))
+        rounds.append(Round(last, int(num_matches)))
         return update(self, input_ids, scores, num_matches)
 
     held: Any = AssistedCandidateGenerator
     held.get_candidates, held.update_candidate_strategy = drafts, updates
     try:
-        yield found
+        yield rounds
     finally:
         held.get_candidates, held.update_candidate_strategy = draft, update

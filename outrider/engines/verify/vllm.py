@@ -52,11 +52,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             speculative_config=job.get("speculative"), disable_log_stats=False,
             per_request_spec_decode_metrics="detailed" if job.get("speculative") else "none",
         )  # fmt: skip
-        wanted = vllm.SamplingParams(temperature=0, max_tokens=job["max_new_tokens"])
-        found = model.generate(prompts, wanted, use_tqdm=False)
+        params = vllm.SamplingParams(temperature=0, max_tokens=job["max_new_tokens"])
+        answers = model.generate(prompts, params, use_tqdm=False)
     except Exception as error:
         return {**about, "error": f"{type(error).__name__}: {error}"}
-    outputs = [each.outputs[0] for each in found]
+    outputs = [each.outputs[0] for each in answers]
     steps = [getattr(output, "spec_decode_metrics", None) for output in outputs]
     return {
         **about,
@@ -84,9 +84,9 @@ def stages(model: Any, job: dict[str, Any]) -> dict[str, Any]:
     prompt, held = job["prompts"][0], []
     try:
         held = hooked(drafter_of(model), rows)
-        wanted = vllm.SamplingParams(temperature=0, max_tokens=2)
-        found = model.generate([{"prompt_token_ids": prompt}], wanted, use_tqdm=False)
-        text = [*prompt, *found[0].outputs[0].token_ids]
+        params = vllm.SamplingParams(temperature=0, max_tokens=2)
+        answers = model.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        text = [*prompt, *answers[0].outputs[0].token_ids]
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
@@ -110,21 +110,21 @@ def hooked(draft: Any, rows: dict[str, list[list[float]]]) -> list[Any]:
         rows.setdefault(name, value.detach().reshape(-1, value.shape[-1])[-ROWS:].float().cpu().tolist())
 
     def hook(part: Any, record: Any) -> None:
-        held.append(part.register_forward_hook(lambda _, given, out: record(given, out)))
+        held.append(part.register_forward_hook(lambda _, inputs, out: record(inputs, out)))
 
     held: list[Any] = []
     inner = getattr(draft, "model", draft)
     if hasattr(inner, "fc"):
-        hook(inner.fc, lambda given, out: note("fc", _first(out)))
+        hook(inner.fc, lambda inputs, out: note("fc", _first(out)))
     for n, layer in enumerate(getattr(inner, "layers", ())):
         name = f"layers.{n}"
-        hook(layer.self_attn.qkv_proj, lambda given, out, name=name: note(f"{name} norms", given[0]))
-        hook(layer.post_attention_layernorm, lambda given, out, name=name: note(f"{name} attention", out[1]))
-        hook(layer, lambda given, out, name=name: note(f"{name} out", out[0] + out[1]))
+        hook(layer.self_attn.qkv_proj, lambda inputs, out, name=name: note(f"{name} norms", inputs[0]))
+        hook(layer.post_attention_layernorm, lambda inputs, out, name=name: note(f"{name} attention", out[1]))
+        hook(layer, lambda inputs, out, name=name: note(f"{name} out", out[0] + out[1]))
     if hasattr(inner, "norm"):
-        hook(inner.norm, lambda given, out: note("norm", _first(out)))
+        hook(inner.norm, lambda inputs, out: note("norm", _first(out)))
     for k, head in enumerate(getattr(inner, "blocks", ())):
-        hook(head, lambda given, out, k=k: note(f"head {k}", out))
+        hook(head, lambda inputs, out, k=k: note(f"head {k}", out))
     return held
 
 
@@ -142,10 +142,10 @@ def mend_dflash() -> None:
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
     def normed(self: Any, keys: Any) -> Any:
-        found = torch.empty_like(keys)
+        scaled = torch.empty_like(keys)
         for layer, weight in enumerate(self._k_norm_weights):
-            ops.rms_norm(found[layer], keys[layer], weight.contiguous(), self._rms_norm_eps)
-        return found
+            ops.rms_norm(scaled[layer], keys[layer], weight.contiguous(), self._rms_norm_eps)
+        return scaled
 
     DFlashQwen3Model._normalize_context_k = normed
 
