@@ -1,4 +1,4 @@
-"""A client of servers with OpenAI's API that is careful with money and with servers in trouble.  No torch."""
+"""A client for servers with OpenAI's API: budgets, rate limits, retries and a circuit breaker.  No torch."""
 
 from outrider.client.account import Totals
 from outrider.client.answers import Answer, Chunk

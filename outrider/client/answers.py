@@ -1,4 +1,4 @@
-"""What is asked and what comes back: bodies of requests, whole answers, and chunks of streams."""
+"""Request bodies, whole answers, and the chunks of streams."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 from outrider.client.prices import Usage, usage_of
-from outrider.client.sending.events import Events
+from outrider.client.sending.events import EventDecoder
 from outrider.errors import ConfigError
 
 LONGEST_MESSAGE = 300
-"""Characters of what a server says that are passed on."""
+"""Characters of a server's error message that are passed on."""
 SPECULATION = ("speculative", "prediction")
-"""Settings that change who drafts, and never the text."""
+"""Settings that change what is drafted, and never the text."""
 Message = Mapping[str, Any]
 
 
-class Unreadable(Exception):
-    """Bytes that are not the answer that was asked for."""
+class InvalidResponse(Exception):
+    """The response is incomplete, malformed, or an error with status 200."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class Answer:
     """Of the first choice; `raw` has all of them."""
     finish_reason: str | None
     usage: Usage | None
-    """Tokens as the server counted them; None where it did not."""
+    """Tokens as the server counted them; None if it did not."""
     cost: Decimal | None
-    """None where the tokens or their price are unknown; 0 from the cache."""
+    """None if the tokens or their price are unknown; 0 from the cache."""
     attempts: int
     """How often the request was sent; 0 from the cache."""
     raw: Mapping[str, Any]
-    """What came back, decoded."""
+    """The response, decoded."""
     request_id: str | None
     """The server's."""
     is_cached: bool = False
     is_plain: bool = False
-    """It was asked again without speculation, because the server failed with it."""
+    """The request was resent without speculation, because the server failed with it."""
 
 
 class Chunk(NamedTuple):
@@ -55,49 +55,49 @@ class Chunk(NamedTuple):
 
     @property
     def finish_reason(self) -> str | None:
-        return _reason(_first(self.raw))
+        return _finish_reason(_first_choice(self.raw))
 
 
-# ── asked ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def chat_body(messages: str | Sequence[Message], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Body of /chat/completions.  A text is a user's message."""
-    given = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
-    if not given:
+    """Body for /chat/completions.  A string becomes one user message."""
+    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+    if not messages:
         raise ConfigError("messages is empty; give a text, or a list of {role, content}")
-    return {"messages": given, **_checked(settings)}
+    return {"messages": messages, **_checked(settings)}
 
 
 def text_body(prompt: str | Sequence[int], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Body of /completions.  prompt: a text or token ids."""
+    """Body for /completions.  prompt: a text or token ids."""
     return {"prompt": prompt if isinstance(prompt, str) else list(prompt), **_checked(settings)}
 
 
 def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "stream" in settings:
-        raise ConfigError("stream is no setting; call chat_stream or complete_stream for a stream")
-    found = {name: value for name, value in settings.items() if value is not None}
-    if isinstance(found.get("prediction"), str):
-        found["prediction"] = {"type": "content", "content": found["prediction"]}
-    return found
+        raise ConfigError("stream is not a setting; call chat_stream or complete_stream for a stream")
+    body = {name: value for name, value in settings.items() if value is not None}
+    if isinstance(body.get("prediction"), str):
+        body["prediction"] = {"type": "content", "content": body["prediction"]}
+    return body
 
 
 def without_speculation(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body that leaves the text to the target alone."""
-    found = {name: value for name, value in body.items() if name != "prediction"}
-    return found | ({"speculative": False} if "speculative" in body else {})
+    """The body without a prediction, and with speculation turned off if it was requested."""
+    plain = {name: value for name, value in body.items() if name != "prediction"}
+    return plain | ({"speculative": False} if "speculative" in body else {})
 
 
 def is_speculative(body: Mapping[str, Any]) -> bool:
     return bool(body.get("prediction") or body.get("speculative"))
 
 
-# ── refused ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── errors of the server ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Refused(NamedTuple):
-    """OpenAI's error object, or what there is instead."""
+class ServerError(NamedTuple):
+    """OpenAI's error object, or the closest equivalent that the server sent."""
 
     message: str
     param: str = ""
@@ -105,82 +105,83 @@ class Refused(NamedTuple):
     """`code` and `type`."""
 
     @property
-    def is_of_speculation(self) -> bool:
+    def is_about_speculation(self) -> bool:
         return self.param.partition(".")[0] in SPECULATION
 
 
-def refused(body: bytes) -> Refused:
-    """What the body of a refusal says."""
+def parse_error(body: bytes) -> ServerError:
+    """The error in the body of a response that is not 2xx."""
     try:
-        found = json.loads(body)
+        content = json.loads(body)
     except (ValueError, RecursionError):
-        return Refused(body[:LONGEST_MESSAGE].decode("utf-8", "replace").strip())
-    return refused_in(found) or Refused(json.dumps(found)[:LONGEST_MESSAGE])
+        return ServerError(body[:LONGEST_MESSAGE].decode("utf-8", "replace").strip())
+    return error_in(content) or ServerError(json.dumps(content)[:LONGEST_MESSAGE])
 
 
-def refused_in(found: Any) -> Refused | None:
-    """The error in an object; None where it has none."""
-    if not isinstance(found, dict):
+def error_in(content: Any) -> ServerError | None:
+    """The error in decoded JSON; None if it has none."""
+    if not isinstance(content, dict):
         return None
-    error = found if found.get("object") == "error" else found.get("error", found.get("detail"))
+    error = content if content.get("object") == "error" else content.get("error", content.get("detail"))
     if error is None:
         return None
     if not isinstance(error, dict):
-        return Refused(str(error)[:LONGEST_MESSAGE])
+        return ServerError(str(error)[:LONGEST_MESSAGE])
     codes = frozenset(str(error[name]) for name in ("code", "type") if error.get(name) is not None)
-    return Refused(str(error.get("message", error))[:LONGEST_MESSAGE], str(error.get("param") or ""), codes)
+    return ServerError(str(error.get("message", error))[:LONGEST_MESSAGE], str(error.get("param") or ""), codes)
 
 
-# ── answered ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── responses ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def read_answer(data: bytes) -> dict[str, Any]:
-    """A whole answer, decoded.  Raises Unreadable where it is none."""
+def parse_answer(body: bytes) -> dict[str, Any]:
+    """A whole answer, decoded.  Raises InvalidResponse."""
     try:
-        found = json.loads(data)
+        content = json.loads(body)
     except (ValueError, RecursionError):
-        raise Unreadable(f"{len(data)} bytes that are not JSON" if data else "nothing") from None
-    if (error := refused_in(found)) is not None:
-        raise Unreadable(f"an error with status 200: {error.message}")
-    if not isinstance(found, dict) or not isinstance(_first(found), Mapping):
-        raise Unreadable("JSON without choices")
-    return found
+        raise InvalidResponse(f"{len(body)} bytes that are not JSON" if body else "an empty response") from None
+    if (error := error_in(content)) is not None:
+        raise InvalidResponse(f"an error with status 200: {error.message}")
+    if not isinstance(content, dict) or _first_choice(content) is None:
+        raise InvalidResponse("JSON without choices")
+    return content
 
 
 def text_of(choice: Mapping[str, Any] | None) -> str:
-    """What the model wrote in a choice, whole or in part."""
+    """The text in a choice of an answer or of a chunk."""
     part = {} if choice is None else choice.get("message") or choice.get("delta") or choice
     text = part.get("content", part.get("text")) if isinstance(part, Mapping) else None
     return text if isinstance(text, str) else ""
 
 
-def answer_of(raw: Mapping[str, Any], **more: Any) -> Answer:
-    """more: what is known besides."""
-    first = _first(raw)
-    return Answer(text_of(first), _reason(first), usage_of(raw), raw=raw, **more)
+def answer_of(raw: Mapping[str, Any], **fields: Any) -> Answer:
+    """fields: of the Answer, those that `raw` does not have."""
+    first = _first_choice(raw)
+    return Answer(text_of(first), _finish_reason(first), usage_of(raw), raw=raw, **fields)
 
 
-def _first(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _first_choice(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The choice with index 0."""
     choices = raw.get("choices")
-    found = [one for one in choices if isinstance(one, Mapping)] if isinstance(choices, list) else []
-    return next((one for one in found if one.get("index", 0) == 0), None)
+    if not isinstance(choices, list):
+        return None
+    return next((choice for choice in choices if isinstance(choice, Mapping) and choice.get("index", 0) == 0), None)
 
 
-def _reason(choice: Mapping[str, Any] | None) -> str | None:
+def _finish_reason(choice: Mapping[str, Any] | None) -> str | None:
     reason = None if choice is None else choice.get("finish_reason")
     return reason if isinstance(reason, str) else None
 
 
-class Reading:
-    """A stream while it is read: what it holds so far, and whether it is whole."""
+class StreamParser:
+    """Parses a stream as it arrives: the text and usage so far, and whether it is complete."""
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
         self.usage: Usage | None = None
         self.is_done = False
-        """[DONE] came."""
-        self._events = Events()
+        """[DONE] arrived."""
+        self._events = EventDecoder()
         self._open: set[int] = set()
         self._ended: set[int] = set()
 
@@ -189,19 +190,20 @@ class Reading:
         return "".join(self.pieces)
 
     @property
-    def is_whole(self) -> bool:
-        """Servers may leave out [DONE]; each choice then must have ended."""
+    def is_complete(self) -> bool:
+        """Some servers leave out [DONE]; then every choice must have ended."""
         return self.is_done or (bool(self._ended) and self._open <= self._ended)
 
-    def feed(self, data: bytes) -> Iterator[Chunk]:
-        """The events that `data` completes.  Raises Unreadable for an error in them, and for what is no event."""
-        return self._chunks(self._events.feed(data))
+    def feed(self, part: bytes) -> Iterator[Chunk]:
+        """The chunks that `part` completes.  Raises InvalidResponse for an error in the stream and for a malformed
+        event."""
+        return self._chunks(self._events.feed(part))
 
     def end(self) -> Iterator[Chunk]:
-        """The last event, where nothing closed it.  Raises Unreadable where the stream is not whole."""
+        """The last chunk, if no empty line terminated it.  Raises InvalidResponse if the stream is incomplete."""
         yield from self._chunks(self._events.end())
-        if not self.is_whole:
-            raise Unreadable("a stream that ended before its text")
+        if not self.is_complete:
+            raise InvalidResponse("the stream ended before its text")
 
     def _chunks(self, events: Iterator[str]) -> Iterator[Chunk]:
         for event in events:
@@ -215,27 +217,27 @@ class Reading:
 
     def _chunk(self, event: str) -> Chunk:
         try:
-            found = json.loads(event)
+            content = json.loads(event)
         except (ValueError, RecursionError):
-            raise Unreadable("an event that is not JSON") from None
-        if (error := refused_in(found)) is not None:
-            raise Unreadable(f"an error in the stream: {error.message}")
-        if not isinstance(found, dict):
-            raise Unreadable(f"an event that is a {type(found).__name__}")
-        choices = found.get("choices")
+            raise InvalidResponse("an event that is not JSON") from None
+        if (error := error_in(content)) is not None:
+            raise InvalidResponse(f"an error in the stream: {error.message}")
+        if not isinstance(content, dict):
+            raise InvalidResponse(f"an event that is a {type(content).__name__}")
+        choices = content.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             if not isinstance(choice, Mapping):
-                raise Unreadable("a choice that is no object")
+                raise InvalidResponse("a choice that is not an object")
             index = choice.get("index", 0)
-            own = self._ended if _reason(choice) is not None else self._open
-            own.add(index if isinstance(index, int) else 0)
-        self.usage = usage_of(found) or self.usage
-        return Chunk(text_of(_first(found)), found)
+            indices = self._open if _finish_reason(choice) is None else self._ended
+            indices.add(index if isinstance(index, int) else 0)
+        self.usage = usage_of(content) or self.usage
+        return Chunk(text_of(_first_choice(content)), content)
 
 
-def read_models(data: bytes) -> list[str]:
-    """Names in what /models answers.  Raises Unreadable."""
+def parse_models(body: bytes) -> list[str]:
+    """Model names in a response of /models.  Raises InvalidResponse."""
     try:
-        return [str(entry["id"]) for entry in json.loads(data)["data"]]
+        return [str(entry["id"]) for entry in json.loads(body)["data"]]
     except (ValueError, LookupError, TypeError, RecursionError):
-        raise Unreadable("no list of models") from None
+        raise InvalidResponse("not a list of models") from None

@@ -1,7 +1,7 @@
-"""A file of prompts, answered into another: a JSON object a line, and each line is answered once.
+"""Answer a file of prompts into another file, one JSON object per line, and each prompt once.
 
-A line of answers is written when its answer has come.  A run that was stopped, even killed, goes on: prompts that have
-an answer are left out.  What failed has no line, and is asked again by the next run.
+Every answer is written when it arrives.  Rerun the same command to resume after a stop or a kill: prompts that have an
+answer are skipped.  Failed prompts get no line, and the next run tries them again.
 """
 
 from __future__ import annotations
@@ -24,44 +24,39 @@ from outrider.storage.atomic import whole_lines
 from outrider.storage.lock import held
 
 Update = Callable[[int, int], None]
-"""Called with the numbers of prompts that are answered and that failed."""
+"""Called with the numbers of answered and of failed prompts."""
 SHORT = 16
-"""Characters of a hash that stands for an id."""
+"""Characters of a hash that is used as an id."""
 
 
 class Prompt(NamedTuple):
     """A line of the file."""
 
     id: str
-    """Its own, or a hash of it."""
+    """From the line, or a hash of it."""
     body: Mapping[str, Any]
     """`messages` or `prompt`, and settings."""
     request: str
-    """Hash of the body with all settings: an answer to another request is not taken for one to this."""
+    """Hash of the body with all settings, which tells answers to different requests apart."""
 
 
 @dataclass
-class Outcome:
-    """What became of a file's prompts in one run."""
+class FileProgress:
+    """Which prompts of a file one run has answered, and which failed."""
 
     answered: int = 0
     failed: dict[str, ClientError] = field(default_factory=dict)
-    """Error of each prompt, by its id."""
+    """Errors by the ids of prompts."""
     stopped: ClientError | None = None
-    """Why not all were asked."""
-
-    @property
-    def reasons(self) -> Counter[str]:
-        """How often each kind of error came."""
-        return Counter(type(error).__name__ for error in self.failed.values())
+    """Why the run ended early."""
 
 
-def prompts_of(path: Path, settings: Mapping[str, Any]) -> list[Prompt]:
-    """The prompts of a file.  settings: of lines that do not say otherwise.
+def read_prompts(path: Path, settings: Mapping[str, Any]) -> list[Prompt]:
+    """The prompts of a file.  settings: defaults for lines that do not set them.
 
-    Raises DataError, with the number of the line, for one that can't be asked.
+    Raises DataError, with the line number, for an invalid line.
     """
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     ids, hashes = dict[str, int](), Counter[str]()
     try:
         with path.open(encoding="utf-8") as file:
@@ -70,14 +65,14 @@ def prompts_of(path: Path, settings: Mapping[str, Any]) -> list[Prompt]:
                     continue
                 prompt = _prompt(line, f"{path}, line {number}", settings, hashes)
                 if prompt.id in ids:
-                    raise DataError(f"{path}, line {number}: id {prompt.id!r} is in line {ids[prompt.id]} too")
+                    raise DataError(f"{path}, line {number}: id {prompt.id!r} is already in line {ids[prompt.id]}")
                 ids[prompt.id] = number
-                found.append(prompt)
+                prompts.append(prompt)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"can't read {path}: {error}; give a JSONL file in UTF-8") from None
-    if not found:
+    if not prompts:
         raise DataError(f'{path} has no prompts; give lines such as {{"prompt": "…"}} or {{"messages": […]}}')
-    return found
+    return prompts
 
 
 def _prompt(line: str, where: str, settings: Mapping[str, Any], hashes: Counter[str]) -> Prompt:
@@ -87,48 +82,43 @@ def _prompt(line: str, where: str, settings: Mapping[str, Any], hashes: Counter[
         raise DataError(f"{where} is not JSON: {error}") from None
     if isinstance(row, str):
         row = {"prompt": row}
-    own = row.get("body", row) if isinstance(row, dict) else None  # OpenAI's batch format has a body
-    if not isinstance(own, dict) or ("messages" in own) == ("prompt" in own):
+    fields = row.get("body", row) if isinstance(row, dict) else None  # OpenAI's batch format has a body
+    if not isinstance(fields, dict) or ("messages" in fields) == ("prompt" in fields):
         raise DataError(f"{where} must be a text, or an object with either messages or prompt")
-    body = {**settings, **{name: value for name, value in own.items() if name not in ("id", "custom_id", "stream")}}
-    body = _one_length(body, own)
+    body = {**settings, **{name: value for name, value in fields.items() if name not in ("id", "custom_id", "stream")}}
+    if "max_completion_tokens" in fields and "max_tokens" not in fields:
+        body.pop("max_tokens", None)  # the line's limit replaces the default
     name = row.get("id", row.get("custom_id"))
     if name is None:
-        short = digest(own)[:SHORT]
+        short = digest(fields)[:SHORT]
         hashes[short] += 1
-        name = short if hashes[short] == 1 else f"{short}-{hashes[short]}"  # the same prompt again is another one
+        name = short if hashes[short] == 1 else f"{short}-{hashes[short]}"  # a repeated prompt is answered again
     elif not isinstance(name, str | int) or isinstance(name, bool):
         raise DataError(f"{where}: id must be a text or a number, got {name!r}")
     return Prompt(str(name), body, digest(body)[:SHORT])
 
 
-def _one_length(body: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A line's max_completion_tokens stands instead of everybody's max_tokens."""
-    is_twice = "max_completion_tokens" in own and "max_tokens" not in own
-    return {name: value for name, value in body.items() if not (is_twice and name == "max_tokens")}
+def _answered(path: Path) -> dict[str, str]:
+    """Ids that have an answer, with the hashes of their requests; a truncated last line is removed.
 
-
-def answered(path: Path) -> dict[str, str]:
-    """Ids that have an answer, and the hash of its request; a last line that was cut short is taken away.
-
-    Raises DataError for a file of something else.
+    Raises DataError if the file holds anything else.
     """
-    found: dict[str, str] = {}
+    requests: dict[str, str] = {}
     for number, line in whole_lines(path):
         try:
             row = json.loads(line)
-            found[row["id"]] = row["request"]
+            requests[row["id"]] = row["request"]
         except (ValueError, LookupError, TypeError):
-            raise DataError(f"{path}, line {number}, is no answer of `outrider ask`; name another file") from None
-    return found
+            raise DataError(f"{path}, line {number}, is not an answer of `outrider ask`; name another file") from None
+    return requests
 
 
-def left_of(prompts: Sequence[Prompt], to: Path) -> list[Prompt]:
+def unanswered(prompts: Sequence[Prompt], to: Path) -> list[Prompt]:
     """The prompts without an answer in `to`.
 
-    Raises DataError where an answer is to another request under the same id.
+    Raises DataError if an answer has the id of a prompt and belongs to another request.
     """
-    before = answered(to)
+    before = _answered(to)
     for prompt in prompts:
         if before.get(prompt.id, prompt.request) != prompt.request:
             raise DataError(
@@ -140,8 +130,7 @@ def left_of(prompts: Sequence[Prompt], to: Path) -> list[Prompt]:
 
 @contextmanager
 def locked(to: Path) -> Iterator[None]:
-    """Nobody else writes answers into this file.  Raises DataError where somebody does, ConfigError where there is no
-    folder for it."""
+    """Lock the file of answers.  Raises DataError if another process has it, ConfigError if it can't be created."""
     try:
         to.touch()
     except OSError as error:
@@ -154,31 +143,32 @@ def locked(to: Path) -> Iterator[None]:
 
 async def ask_all(
     client: AsyncClient, prompts: Sequence[Prompt], to: Path, concurrency: int, update: Update = lambda *_: None
-) -> Outcome:
-    """Ask so many at once and add the answers to a file.  It ends early where the budget or the server's patience is
-    used up."""
-    outcome, several = Outcome(), iter(prompts)
+) -> FileProgress:
+    """Answer prompts concurrently and append the answers to a file.  Ends early when the budget is used up or the
+    breaker opens."""
+    progress, queue = FileProgress(), iter(prompts)
     with to.open("a", encoding="utf-8") as out:
-        await asyncio.gather(*(_work(client, several, out, outcome, update) for _ in range(concurrency)))
-    return outcome
+        await asyncio.gather(*(_work(client, queue, out, progress, update) for _ in range(concurrency)))
+    return progress
 
 
-async def _work(client: AsyncClient, prompts: Iterator[Prompt], out: IO[str], outcome: Outcome, update: Update) -> None:
-    for prompt in prompts:
-        if outcome.stopped is not None:
+async def _work(
+    client: AsyncClient, queue: Iterator[Prompt], out: IO[str], progress: FileProgress, update: Update
+) -> None:
+    for prompt in queue:
+        if progress.stopped is not None:
             return
         try:
             answer = await ask(client, prompt.body)
-        except (BudgetExceeded, CircuitOpen) as error:
-            outcome.stopped = error
-            outcome.failed[prompt.id] = error
         except ClientError as error:
-            outcome.failed[prompt.id] = error
+            progress.failed[prompt.id] = error
+            if isinstance(error, BudgetExceeded | CircuitOpen):
+                progress.stopped = error
         else:
             out.write(json.dumps(_row(prompt, answer)) + "\n")
-            out.flush()  # from here on a killed process does not lose it
-            outcome.answered += 1
-        update(outcome.answered, len(outcome.failed))
+            out.flush()  # survives a kill of the process
+            progress.answered += 1
+        update(progress.answered, len(progress.failed))
 
 
 async def ask(client: AsyncClient, body: Mapping[str, Any]) -> Answer:
@@ -188,8 +178,8 @@ async def ask(client: AsyncClient, body: Mapping[str, Any]) -> Answer:
     return await client.complete(body["prompt"], **_settings(body))
 
 
-async def streamed(client: AsyncClient, body: Mapping[str, Any], stream: bool = True) -> AsyncIterator[str]:
-    """The same answer's text, in pieces as it is written where `stream`."""
+async def stream_text(client: AsyncClient, body: Mapping[str, Any], stream: bool = True) -> AsyncIterator[str]:
+    """The text of the answer, in pieces if `stream`, else whole."""
     if not stream:
         yield (await ask(client, body)).text
         return

@@ -1,4 +1,4 @@
-"""A client of servers with OpenAI's API, on asyncio: `chat`, `complete`, their streams, and the models there are."""
+"""A client for servers with OpenAI's API, on asyncio: `chat`, `complete`, their streams, and `models`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from outrider.client.account import ZERO, Account, Totals
 from outrider.client.answers import (
     Answer,
     Chunk,
+    InvalidResponse,
     Message,
-    Reading,
-    Unreadable,
+    StreamParser,
     answer_of,
     chat_body,
-    read_answer,
-    read_models,
+    parse_answer,
+    parse_models,
     text_body,
 )
 from outrider.client.cache import ResponseCache, digest
@@ -38,18 +38,17 @@ from outrider.errors import ConfigError
 T = TypeVar("T")
 log = logging.getLogger("outrider.client")
 MIN_PREDICTED = 2_000
-"""Predicted tokens of which the server counted how many were accepted, before they are judged."""
+"""Predicted tokens before their acceptance rate is judged."""
 
 
 class AsyncClient:
-    """A client of one server.  Used on one event loop, by any number of tasks at once.
+    """A client for one server.  Use it on one event loop; any number of tasks may share it.
 
-    base_url: such as http://127.0.0.1:8000/v1.  model: of requests that name none.  budget: the most that all requests
+    base_url: such as http://127.0.0.1:8000/v1.  model: for requests that name none.  budget: the most that all requests
     together may cost, in the currency of `prices`; needs the model's price, and `max_tokens` in each request.  cache: a
-    folder; a request that was answered before, word for word, is answered from there.  transport: instead of httpx's
-    own.
+    folder from which a request identical to an earlier one is answered.  transport: replaces that of httpx.
 
-    Every request is answered once or raises one ClientError.  It is sent again only before its answer began.
+    Every request is answered once or raises one ClientError.  It is retried only before its answer begins.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class AsyncClient:
 
     @property
     def usage(self) -> Totals:
-        """What was used so far."""
+        """Requests, tokens and costs so far."""
         return self._account.totals
 
     @property
@@ -75,27 +74,30 @@ class AsyncClient:
         return self._account.budget
 
     async def chat(self, messages: str | Sequence[Message], **settings: Any) -> Answer:
-        """Answer a chat.  settings: as in OpenAI's body, such as max_tokens, temperature, seed, stop, and others that
-        the server knows; `prediction` may be a text.  Raises a ClientError."""
+        """Answer a chat.  Raises ClientError.
+
+        settings: fields of OpenAI's request body, such as max_tokens, temperature, seed and stop, and any others that
+        the server supports; `prediction` may be a text.
+        """
         return await self._whole("/chat/completions", chat_body(messages, settings))
 
     async def complete(self, prompt: str | Sequence[int], **settings: Any) -> Answer:
-        """Continue a text, or token ids.  Raises a ClientError."""
+        """Continue a text or token ids.  Raises ClientError."""
         return await self._whole("/completions", text_body(prompt, settings))
 
     def chat_stream(self, messages: str | Sequence[Message], **settings: Any) -> AsyncGenerator[Chunk, None]:
-        """The answer to a chat as it is written.  Raises a ClientError, after some chunks a TornStream."""
+        """Stream the answer to a chat.  Raises ClientError; TornStream if it breaks off."""
         return self._stream("/chat/completions", chat_body(messages, settings))
 
     def complete_stream(self, prompt: str | Sequence[int], **settings: Any) -> AsyncGenerator[Chunk, None]:
-        """A continuation as it is written.  Raises a ClientError, after some chunks a TornStream."""
+        """Stream the continuation of a text or token ids.  Raises ClientError; TornStream if it breaks off."""
         return self._stream("/completions", text_body(prompt, settings))
 
     async def models(self) -> list[str]:
-        """Names of the server's models.  Raises a ClientError."""
-        attempt, data = await self._read(Call("/models", None, self._deadline()), read_models)
-        await attempt.answered(None)
-        return data
+        """Names of the server's models.  Raises ClientError."""
+        attempt, names = await self._read(Call("/models", None, self._deadline()), parse_models)
+        await attempt.complete(None)
+        return names
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -109,76 +111,76 @@ class AsyncClient:
 
     # ── whole answers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _whole(self, path: str, asked: dict[str, Any]) -> Answer:
-        body = self._completed(asked)
+    async def _whole(self, path: str, body: dict[str, Any]) -> Answer:
+        body = self._with_defaults(body)
         key = digest(self._resources.base_url, path, body)
-        if self._cache is not None and (found := self._cache.get(key)) is not None:
+        if self._cache is not None and (cached := self._cache.get(key)) is not None:
             self.usage.requests += 1
             self.usage.answered += 1
             self.usage.cached += 1
-            return answer_of(found, cost=ZERO, attempts=0, request_id=None, is_cached=True)
+            return answer_of(cached, cost=ZERO, attempts=0, request_id=None, is_cached=True)
         call = self._call(path, body)
         with self._counted():
-            attempt, raw = await self._read(call, read_answer)
+            attempt, raw = await self._read(call, parse_answer)
             answer = answer_of(raw, cost=None, attempts=call.attempts, request_id=call.request_id or raw.get("id"))
-            cost = await attempt.answered(answer.usage)
+            cost = await attempt.complete(answer.usage)
         if self._cache is not None:
             self._cache.put(key, raw)
         return replace(answer, cost=cost, is_plain=call.is_plain)
 
-    async def _read(self, call: Call, read: Callable[[bytes], T]) -> tuple[Attempt, T]:
-        """A whole answer, and the attempt that brought it.  Raises a ClientError."""
+    async def _read(self, call: Call, parse: Callable[[bytes], T]) -> tuple[Attempt, T]:
+        """A parsed response, and the attempt that it belongs to.  Raises ClientError."""
         while True:
-            attempt, data = await self._sender.open(call), bytearray()
+            attempt, body = await self._sender.open(call), bytearray()
             try:
                 async for part in attempt.parts():
-                    data += part
-                return attempt, read(bytes(data))
-            except Unreadable as problem:
-                await attempt.broken(is_ours=False)
+                    body += part
+                return attempt, parse(bytes(body))
+            except InvalidResponse as problem:
+                await attempt.abort(is_server_fault=True)
                 torn = _torn(call, self._resources.redacted(str(problem)))
                 if not self._retries.torn or call.attempts >= self._retries.attempts:
                     raise torn from None
-                failure = Failure(torn.message, is_retried=True)
+                failure = Failure(torn.message, is_retryable=True)
             except BaseException:
-                await attempt.broken()
+                await attempt.abort()
                 raise
-            await self._sender.pause(call, failure)
+            await self._sender.back_off(call, failure)
 
     # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _stream(self, path: str, asked: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
-        body = self._completed(asked) | {"stream": True}
+    async def _stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
+        body = self._with_defaults(body) | {"stream": True}
         body.setdefault("stream_options", {"include_usage": True})
         call = self._call(path, body, is_stream=True)
         with self._counted():
-            attempt, reading = await self._sender.open(call), Reading()
+            attempt, parser = await self._sender.open(call), StreamParser()
             try:
                 async with aclosing(attempt.parts()) as parts:
                     async for part in parts:
-                        for chunk in reading.feed(part):
+                        for chunk in parser.feed(part):
                             yield chunk
-                        if reading.is_done:
+                        if parser.is_done:
                             break
-                for chunk in reading.end():
+                for chunk in parser.end():
                     yield chunk
-            except Unreadable as problem:
-                await attempt.broken(reading.usage, is_ours=False)
-                raise _torn(call, self._resources.redacted(str(problem)), reading.text) from None
+            except InvalidResponse as problem:
+                await attempt.abort(parser.usage, is_server_fault=True)
+                raise _torn(call, self._resources.redacted(str(problem)), parser.text) from None
             except BaseException:
-                await attempt.broken(reading.usage)
+                await attempt.abort(parser.usage)
                 raise
-            await attempt.answered(reading.usage)
+            await attempt.complete(parser.usage)
 
-    # ── what both need ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── shared ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _completed(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The body with the client's model, and without a prediction where these do not pay."""
-        if asked.get("model") is None and self.model is not None:
-            asked = {"model": self.model, **asked}
-        if "prediction" in asked and not self._predictions_pay():
-            asked = {name: value for name, value in asked.items() if name != "prediction"}
-        return asked
+    def _with_defaults(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The body with the client's model, and without a prediction if too few are accepted."""
+        if body.get("model") is None and self.model is not None:
+            body = {"model": self.model, **body}
+        if "prediction" in body and not self._predictions_pay():
+            body = {name: value for name, value in body.items() if name != "prediction"}
+        return body
 
     def _predictions_pay(self) -> bool:
         usage, share = self.usage, self._resources.limits.min_accepted
@@ -205,7 +207,7 @@ class AsyncClient:
 
 
 def _torn(call: Call, reason: str, text: str = "") -> ClientError:
-    message = f"the answer can't be used: {reason}; it was not asked for again, since it may be charged"
+    message = f"the answer can't be used: {reason}; the request is not retried, since it may be charged"
     return call.failed(TornStream, message, text=text)
 
 
@@ -217,4 +219,4 @@ def _check_budget(budget: Decimal | None, prices: Prices | None, model: str | No
     if prices is None:
         raise ConfigError("a budget needs prices; give prices=load_prices(FILE)")
     if model is not None and model not in prices.models:
-        raise ConfigError(f"a budget needs the price of {model!r}, which the table of prices does not have; add it")
+        raise ConfigError(f"a budget needs the price of {model!r}, which is missing in the table of prices; add it")

@@ -1,4 +1,4 @@
-"""The client without asyncio: the same requests, on an event loop in a thread of its own."""
+"""The client without asyncio: the same requests, on an event loop in a thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Client:
-    """As AsyncClient, for programs without an event loop.  Any thread may use it, and several at once."""
+    """Like AsyncClient, for programs without an event loop.  Thread-safe."""
 
     def __init__(
         self, base_url: str, *, model: str | None = None, api_key: str | None = None, timeouts: Timeouts = TIMEOUTS,
@@ -38,31 +38,31 @@ class Client:
 
     @property
     def usage(self) -> Totals:
-        """What was used so far."""
+        """Requests, tokens and costs so far."""
         return self._client.usage
 
     def chat(self, messages: str | Sequence[Message], **settings: Any) -> Answer:
-        """Answer a chat.  Raises a ClientError."""
+        """Answer a chat.  Raises ClientError."""
         return self._run(self._client.chat(messages, **settings))
 
     def complete(self, prompt: str | Sequence[int], **settings: Any) -> Answer:
-        """Continue a text, or token ids.  Raises a ClientError."""
+        """Continue a text or token ids.  Raises ClientError."""
         return self._run(self._client.complete(prompt, **settings))
 
     def chat_stream(self, messages: str | Sequence[Message], **settings: Any) -> Iterator[Chunk]:
-        """The answer to a chat as it is written.  Raises a ClientError, after some chunks a TornStream."""
+        """Stream the answer to a chat.  Raises ClientError; TornStream if it breaks off."""
         return self._streamed(self._client.chat_stream(messages, **settings))
 
     def complete_stream(self, prompt: str | Sequence[int], **settings: Any) -> Iterator[Chunk]:
-        """A continuation as it is written.  Raises a ClientError, after some chunks a TornStream."""
+        """Stream the continuation of a text or token ids.  Raises ClientError; TornStream if it breaks off."""
         return self._streamed(self._client.complete_stream(prompt, **settings))
 
     def models(self) -> list[str]:
-        """Names of the server's models.  Raises a ClientError."""
+        """Names of the server's models.  Raises ClientError."""
         return self._run(self._client.models())
 
     def close(self) -> None:
-        """Close all connections; the client can't be used after."""
+        """Close all connections.  The client can't be used afterwards."""
         if self._loop.is_closed():
             return
         self._run(self._client.aclose())
@@ -77,11 +77,11 @@ class Client:
         self.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        found = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return found.result()
+            return future.result()
         except BaseException:
-            found.cancel()  # Ctrl-C while it waits: the request is given up
+            future.cancel()  # after Ctrl-C, the request is abandoned
             raise
 
     def _streamed(self, chunks: AsyncGenerator[Chunk, None]) -> Iterator[Chunk]:

@@ -1,4 +1,4 @@
-"""Answers on disk by the content of their requests: what was asked word for word before is not asked again."""
+"""Answers on disk, keyed by the content of their requests: an identical request is not sent again."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from outrider.errors import ConfigError
 
 
 def digest(*values: Any) -> str:
-    """A hash of JSON values; the order of keys does not matter."""
+    """A hash of JSON values that ignores the order of keys."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 class ResponseCache:
     """A folder with a file for each answer.  Several processes may share it.
 
-    Raises ConfigError where the folder can't be made.
+    Raises ConfigError if the folder can't be created.
     """
 
     def __init__(self, folder: Path):
@@ -30,18 +30,18 @@ class ResponseCache:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"can't make the cache {folder}: {error.strerror}; name another folder") from None
+            raise ConfigError(f"can't create the cache {folder}: {error.strerror}; choose another folder") from None
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """The answer to the request of this digest; None where there is none that can be read."""
+        """The answer to the request with this digest; None if there is none that can be read."""
         try:
-            found = json.loads(self._path(key).read_text(encoding="utf-8"))
+            raw = json.loads(self._path(key).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) else None
+        return raw if isinstance(raw, dict) else None
 
     def put(self, key: str, raw: Mapping[str, Any]) -> None:
-        """Keep an answer; where the disk does not take it, nothing happens."""
+        """Store an answer; errors of the disk are ignored."""
         path = self._path(key)
         part = path.with_name(f"{path.name}.{uuid4().hex}")
         with suppress(OSError):

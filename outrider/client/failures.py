@@ -1,11 +1,11 @@
 """Why a request has no answer.
 
 ClientError
-├── RefusedError      the server said no, and would again: it was not asked a second time
-├── Unavailable       given up: no attempt was answered
-├── TornStream        an answer began and did not arrive whole, or can't be read
+├── RefusedError      the server refused the request, and a retry would not help
+├── Unavailable       no attempt was answered, and the client gave up
+├── TornStream        an answer began, but is incomplete or can't be read
 ├── BudgetExceeded    another attempt could cost more than is left
-└── CircuitOpen       the server failed too often in a row, and is left alone for a while
+└── CircuitOpen       the server failed too often in a row; nothing is sent to it for a while
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.errors import OutriderError
 class ClientError(OutriderError):
     """A request has no answer.
 
-    attempts: how often it was sent.  request_id: the server's, of the last attempt.
+    attempts: how often the request was sent.  request_id: the server's, of the last attempt.
     """
 
     def __init__(self, message: str, attempts: int = 0, request_id: str | None = None):
@@ -25,7 +25,7 @@ class ClientError(OutriderError):
 
 
 class RefusedError(ClientError):
-    """The server said no, and would again.  status: of HTTP."""
+    """The server refused the request, and a retry would not help.  status: the HTTP status."""
 
     def __init__(self, message: str, attempts: int = 0, request_id: str | None = None, status: int = 0):
         super().__init__(message, attempts, request_id)
@@ -33,11 +33,11 @@ class RefusedError(ClientError):
 
 
 class Unavailable(ClientError):
-    """Given up: no attempt was answered."""
+    """No attempt was answered, and the client gave up."""
 
 
 class TornStream(ClientError):
-    """An answer began and did not arrive whole, or can't be read.  It may be charged.  text: what arrived of it."""
+    """An answer began, but is incomplete or can't be read.  It may be charged.  text: the part that arrived."""
 
     def __init__(self, message: str, attempts: int = 0, request_id: str | None = None, text: str = ""):
         super().__init__(message, attempts, request_id)
@@ -45,11 +45,11 @@ class TornStream(ClientError):
 
 
 class BudgetExceeded(ClientError):
-    """Another attempt could cost more than is left; it was not sent."""
+    """Another attempt could cost more than is left of the budget, and was not sent."""
 
 
 class CircuitOpen(ClientError):
-    """The server failed too often in a row, and is left alone until `retry_after_s` seconds have passed."""
+    """The server failed too often in a row; nothing is sent to it for `retry_after_s` seconds."""
 
     def __init__(self, message: str, attempts: int = 0, request_id: str | None = None, retry_after_s: float = 0.0):
         super().__init__(message, attempts, request_id)

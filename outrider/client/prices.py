@@ -1,6 +1,6 @@
 """What tokens cost: a table with a date and a currency, and exact decimal arithmetic.
 
-Costs follow from the tokens that a server counted, never from the length of a text.  A model that is not in the table
+Costs are computed from the tokens that the server counted, never from the length of a text.  A model outside the table
 has an unknown cost, which is not 0.
 """
 
@@ -25,32 +25,32 @@ Amount = Annotated[Decimal, Field(ge=0, allow_inf_nan=False)]
 
 
 class Price(Config):
-    """Of 1,000,000 tokens."""
+    """Per 1,000,000 tokens."""
 
     input: Amount
     """Tokens of prompts."""
     output: Amount
-    """Tokens of answers, with those of reasoning and of rejected predictions."""
+    """Tokens of answers, including reasoning and rejected predictions."""
     cached_input: Amount | None = None
-    """Tokens of prompts that the server had read before; `input` unless given."""
+    """Prompt tokens that the server had cached; `input` by default."""
 
 
 class Prices(Config):
-    """Prices of models by the names they are asked for."""
+    """Prices of models, by the names used in requests."""
 
     date: datetime.date
-    """When they were looked up."""
+    """Day on which they were looked up."""
     currency: str
     models: dict[str, Price] = Field(default_factory=dict)
 
 
 def load_prices(path: str | Path | None = None) -> Prices:
-    """The table in a YAML file; the empty one of the package unless given.  Raises ConfigError."""
-    found = Path(path or Path(__file__).with_name("prices.yaml"))
-    if not found.is_file():
-        raise ConfigError(f"there is no table of prices at {found}; docs/ask-files.md shows what one looks like")
-    with configs.located(found):
-        return configs.build(Prices, configs.read(found))
+    """The table in a YAML file; by default, the empty table of the package.  Raises ConfigError."""
+    file = Path(path or Path(__file__).with_name("prices.yaml"))
+    if not file.is_file():
+        raise ConfigError(f"no table of prices at {file}; docs/ask-files.md shows an example")
+    with configs.located(file):
+        return configs.build(Prices, configs.read(file))
 
 
 class Usage(NamedTuple):
@@ -61,7 +61,7 @@ class Usage(NamedTuple):
     cached_tokens: int = 0
     """Of the prompt."""
     reasoning_tokens: int = 0
-    """Of the completion, as the two below."""
+    """Of the completion, like the next two."""
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
 
@@ -71,23 +71,23 @@ class Usage(NamedTuple):
 
 
 def usage_of(raw: Any) -> Usage | None:
-    """The `usage` of an answer or of a stream's event; None where the server did not count."""
-    found = raw.get("usage") if isinstance(raw, Mapping) else None
-    prompt, completion = _count(found, "prompt_tokens"), _count(found, "completion_tokens")
-    if not isinstance(found, Mapping) or prompt is None or completion is None:
+    """The `usage` of an answer or of a stream's event; None if the server did not count."""
+    usage = raw.get("usage") if isinstance(raw, Mapping) else None
+    prompt, completion = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
+    if not isinstance(usage, Mapping) or prompt is None or completion is None:
         return None
-    read, written = found.get("prompt_tokens_details"), found.get("completion_tokens_details")
-    more = [_count(written, name) or 0 for name in Usage._fields[3:]]
-    return Usage(prompt, completion, min(_count(read, "cached_tokens") or 0, prompt), *more)
+    cached = _count(usage.get("prompt_tokens_details"), "cached_tokens") or 0
+    details = [_count(usage.get("completion_tokens_details"), name) or 0 for name in Usage._fields[3:]]
+    return Usage(prompt, completion, min(cached, prompt), *details)
 
 
-def _count(found: Any, name: str) -> int | None:
-    value = found.get(name) if isinstance(found, Mapping) else None
+def _count(counts: Any, name: str) -> int | None:
+    value = counts.get(name) if isinstance(counts, Mapping) else None
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def cost_of(usage: Usage | None, price: Price | None) -> Decimal | None:
-    """What an answer cost; None where its tokens or their price are unknown."""
+    """What an answer cost; None if its tokens or their price are unknown."""
     if usage is None or price is None:
         return None
     cached = price.input if price.cached_input is None else price.cached_input
@@ -96,21 +96,22 @@ def cost_of(usage: Usage | None, price: Price | None) -> Decimal | None:
 
 
 def highest_cost(body: Mapping[str, Any], size: int, price: Price) -> Decimal:
-    """The most that one attempt can cost.  size: of the body in bytes; no token is shorter than one.
+    """The most that one attempt can cost.  size: of the body in bytes; every token has at least one.
 
-    Raises ConfigError where the answer may have any length, or where the prompt is not text.
+    Raises ConfigError if the length of the answer is unlimited, or the prompt is not text.
     """
-    longest = body.get("max_completion_tokens") or body.get("max_tokens")
-    if not isinstance(longest, int):
+    max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
+    if not isinstance(max_tokens, int):
         raise ConfigError("a budget needs max_tokens: without it, an answer could cost any amount")
     if any(_has_media(message) for message in body.get("messages") or ()):
-        raise ConfigError("a budget needs prompts of text: what an image or a sound costs is not known before")
+        raise ConfigError("a budget needs prompts of text: the cost of an image or a sound is not known in advance")
     prompt = body.get("prompt")
     prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
-    texts = prompts * max(int(body.get("n") or 1), int(body.get("best_of") or 1))
-    rejected = size if body.get("prediction") else 0  # tokens of a prediction are charged where they are wrong
-    read = max(price.input, price.cached_input or Decimal(0))
-    return ((size + TEMPLATE_TOKENS * prompts) * read + texts * (longest + rejected) * price.output) / MILLION
+    answers = prompts * max(int(body.get("n") or 1), int(body.get("best_of") or 1))
+    rejected = size if body.get("prediction") else 0  # rejected tokens of a prediction are charged
+    input_price = max(price.input, price.cached_input or Decimal(0))
+    prompt_tokens = size + TEMPLATE_TOKENS * prompts
+    return (prompt_tokens * input_price + answers * (max_tokens + rejected) * price.output) / MILLION
 
 
 def _has_media(message: Any) -> bool:

@@ -1,4 +1,4 @@
-"""How long a client waits, how often it sends a request again, and how much it sends at once."""
+"""Settings of a client: time-outs, retries, and limits."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ def _above_zero(name: str, value: float) -> None:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds of each phase of a request."""
+    """Seconds for each phase of a request."""
 
     connect_s: float = 10.0
     write_s: float = 30.0
     """Between two writes of the request."""
     first_byte_s: float = 120.0
-    """From the sending of a request to the first byte of its stream.  A whole answer has `total_s`: nothing of it comes
-    before all of it is written."""
+    """From sending a request to the first byte of its stream.  Answers that are not streams have `total_s` instead:
+    they arrive when they are complete."""
     idle_s: float = 60.0
-    """Between two bytes of an answer; comments in a stream count."""
+    """Between two bytes of an answer, including comments in a stream."""
     total_s: float = 600.0
-    """Of a request: waiting for its place, every attempt, and the pauses between them."""
+    """Of a request, including the wait for its turn, all attempts, and the pauses between them."""
 
     def __post_init__(self) -> None:
         for name in ("connect_s", "write_s", "first_byte_s", "idle_s", "total_s"):
@@ -35,22 +35,22 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class Retries:
-    """When a request is sent again, which only happens before its answer began."""
+    """When a request is retried.  This only happens before its answer begins."""
 
     attempts: int = 4
-    """Most of one request; 1 never sends again."""
+    """The most for one request; 1 disables retries."""
     base_s: float = 0.5
     cap_s: float = 8.0
-    """The n-th pause is drawn between 0 and the smaller of `cap_s` and base_s · 2^(n-1), unless the server says how
-    long to wait."""
+    """The n-th pause is drawn between 0 and the smaller of `cap_s` and base_s · 2^(n-1), unless the server asks for a
+    certain pause."""
     longest_wait_s: float = 120.0
-    """A server that wants a longer pause is given up at once."""
+    """The client gives up at once if the server asks for a longer pause."""
     share: float = 0.2
-    """Of requests that may be sent again: a server that fails on all of them is not asked several times as much."""
+    """Share of requests that may be retried, so that retries do not multiply the load of a failing server."""
     spare: int = 10
-    """Requests that may be sent again whatever their share."""
+    """Requests that may be retried in addition to `share`."""
     torn: bool = False
-    """Also send a request again whose whole answer broke off: it may be charged twice.  A stream never is."""
+    """Also retry a request whose answer broke off, which may charge it twice.  Streams are never retried."""
 
     def __post_init__(self) -> None:
         if self.attempts < 1:
@@ -63,22 +63,21 @@ class Retries:
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is sent at once, and when sending stops."""
+    """Concurrency, rate limits, the circuit breaker, and the size of answers."""
 
     concurrency: int = 64
-    """Requests under way at the same time."""
+    """Requests in flight at the same time."""
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
-    """Tokens of prompts and answers: estimated when a request is sent, corrected by what the server counted."""
+    """Of prompts and answers: estimated when a request is sent, then corrected by the server's count."""
     failures: int = 10
-    """Attempts that fail one after another until the server is left alone; then one request tries it."""
+    """Failed attempts in a row after which nothing is sent for `reset_s`; then one request probes the server."""
     reset_s: float = 30.0
-    """How long it is left alone."""
     answer_bytes: int = 64 * 2**20
-    """Largest answer."""
+    """Size limit of an answer."""
     min_accepted: float = 0.2
-    """Share of predicted tokens, of the last 2,000 or more, that answers must have accepted; below it, predictions are
-    left out, since providers charge for rejected ones."""
+    """Predictions are left out when, after 2,000 predicted tokens, a smaller share was accepted: providers charge for
+    rejected ones."""
 
     def __post_init__(self) -> None:
         for name in ("concurrency", "failures", "answer_bytes"):
@@ -86,11 +85,11 @@ class Limits:
                 raise ConfigError(f"limits.{name} must be at least 1, got {getattr(self, name)}")
         for name in ("requests_per_minute", "tokens_per_minute"):
             if getattr(self, name) is not None and not getattr(self, name) >= 1:
-                raise ConfigError(f"limits.{name} must be at least 1, got {getattr(self, name)}; leave it out for none")
+                raise ConfigError(f"limits.{name} must be at least 1, got {getattr(self, name)}; omit it for no limit")
         _above_zero("limits.reset_s", self.reset_s)
         if not 0 <= self.min_accepted <= 1:
             raise ConfigError(f"limits.min_accepted must be between 0 and 1, got {self.min_accepted}")
 
 
 TIMEOUTS, RETRIES, LIMITS = Timeouts(), Retries(), Limits()
-"""Of a client that is given none."""
+"""The defaults."""

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from outrider.client import AsyncClient, Retries, asking
-from outrider.client.asking import Outcome, ask_all, left_of, locked, prompts_of
+from outrider.client import AsyncClient, RefusedError, Retries, asking
+from outrider.client.asking import FileProgress, ask_all, locked, read_prompts, unanswered
 from outrider.errors import ConfigError, DataError
 from tests.client import misbehaving
 from tests.client.misbehaving import MODEL, PRICES, Ledger, text_of
@@ -39,12 +39,12 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def run(url: str, given: Path, to: Path, **settings: Any) -> Outcome:
-    async def main() -> Outcome:
-        prompts = prompts_of(given, {"max_tokens": 8})
+def run(url: str, given: Path, to: Path, **settings: Any) -> FileProgress:
+    async def main() -> FileProgress:
+        prompts = read_prompts(given, {"max_tokens": 8})
         async with AsyncClient(url, model=MODEL, retries=RETRIES, prices=PRICES, **settings) as client:
             with locked(to):
-                return await ask_all(client, left_of(prompts, to), to, 4)
+                return await ask_all(client, unanswered(prompts, to), to, 4)
 
     return asyncio.run(main())
 
@@ -77,7 +77,9 @@ def test_the_same_command_asks_for_what_failed_only(stub, tmp_path):
     given, to = written(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
     first = run(url, given, to, budget=Decimal("0.003"))
     assert 4 < first.answered < 39 and first.stopped is not None and len(first.failed) <= 5
-    assert first.reasons["RefusedError"] == 1 and ledger.charged <= Decimal("0.003")
+    assert sum(isinstance(error, RefusedError) for error in first.failed.values()) == 1 and ledger.charged <= Decimal(
+        "0.003"
+    )
     with to.open("a") as file:
         file.write('{"id": "cut sho')
     second = run(url, given, to)
@@ -90,7 +92,7 @@ def test_the_same_command_asks_for_what_failed_only(stub, tmp_path):
 WRONG = [
         ("", "has no prompts"), ('"a"\nno\n', "line 2 is not JSON"), ("[1]\n", "line 1 must be a text, or an object"),
         ('{"prompt": "a", "messages": []}\n', "either messages or prompt"),
-        ('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": "1"}\n', "line 2: id '1' is in line 1 too"),
+        ('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": "1"}\n', "line 2: id '1' is already in line 1"),
         ('{"prompt": "a", "id": true}\n', "must be a text or a number"),
 ]  # fmt: skip
 
@@ -100,22 +102,22 @@ def test_a_file_that_is_wrong_is_refused_before_anything_is_sent(tmp_path):
     for lines, match in WRONG:
         (tmp_path / "in.jsonl").write_text(lines)
         with pytest.raises(DataError, match=match):
-            prompts_of(tmp_path / "in.jsonl", {})
+            read_prompts(tmp_path / "in.jsonl", {})
     with pytest.raises(DataError, match="can't read"):
-        prompts_of(tmp_path / "none.jsonl", {})
+        read_prompts(tmp_path / "none.jsonl", {})
 
 
 def test_answers_to_other_requests_are_not_taken_for_these(tmp_path):
     """Catches answers of two settings mixed in one file, a file of something else, and two processes at once."""
     given, to = written(tmp_path / "in.jsonl", [{"id": "a", "prompt": "p"}]), tmp_path / "out.jsonl"
-    [prompt] = prompts_of(given, {"temperature": 0})
+    [prompt] = read_prompts(given, {"temperature": 0})
     written(to, [{"id": "a", "request": prompt.request}])
-    assert left_of([prompt], to) == []
+    assert unanswered([prompt], to) == []
     with pytest.raises(DataError, match="another request with id 'a'"):
-        left_of(prompts_of(given, {"temperature": 1}), to)
+        unanswered(read_prompts(given, {"temperature": 1}), to)
     written(to, [{"other": 1}])
-    with pytest.raises(DataError, match="line 1, is no answer of `outrider ask`"):
-        left_of([prompt], to)
+    with pytest.raises(DataError, match="line 1, is not an answer of `outrider ask`"):
+        unanswered([prompt], to)
     with pytest.raises(ConfigError, match="can't write"), locked(tmp_path / "none" / "out.jsonl"):
         pass
     with locked(to), pytest.raises(DataError, match="another process writes answers"), locked(to):
@@ -126,12 +128,12 @@ SCRIPT = """
 import asyncio, sys
 from pathlib import Path
 from outrider.client import AsyncClient, Limits
-from outrider.client.asking import ask_all, left_of, locked, prompts_of
+from outrider.client.asking import ask_all, locked, read_prompts, unanswered
 url, given, to = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 async def main():
     async with AsyncClient(url, model="stub", limits=Limits(concurrency=4)) as client:
         with locked(to):
-            await ask_all(client, left_of(prompts_of(given, {}), to), to, 4)
+            await ask_all(client, unanswered(read_prompts(given, {}), to), to, 4)
 asyncio.run(main())
 """
 

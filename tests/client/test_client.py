@@ -125,7 +125,7 @@ def test_a_server_s_pause_is_kept(stub):
     assert 0.3 <= time.monotonic() - began < 1.5
     for wish in ({"Retry-After": "3600"}, {"Retry-After": "1.9"}):
         began = time.monotonic()
-        with pytest.raises(Unavailable, match="sent once.*left alone for"):
+        with pytest.raises(Unavailable, match="sent once.*asks for a pause of"):
             asked(url, chat(str(wish), trouble=[{"status": 503, "headers": wish}]), timeouts=Timeouts(total_s=1.0))
         assert time.monotonic() - began < 1.0
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from outrider.client import BudgetExceeded, CircuitOpen, Limits, Price, Retries, Timeouts, load_prices
 from outrider.client.account import Account
-from outrider.client.answers import Reading, Unreadable, read_answer, refused
+from outrider.client.answers import InvalidResponse, StreamParser, parse_answer, parse_error
 from outrider.client.cache import ResponseCache, digest
 from outrider.client.prices import Usage, cost_of, highest_cost, usage_of
 from outrider.client.sending import rates as rates_
-from outrider.client.sending.pauses import RetryBudget, is_worth_another, pause_s, wanted_s
+from outrider.client.sending.backoff import RetryBudget, backoff_s, is_retryable, retry_after_s
 from outrider.client.sending.rates import Breaker, TokenBucket
 from outrider.client.sending.resources import base_of
 from outrider.errors import ConfigError
@@ -43,7 +43,7 @@ WISHES = [
 def test_a_server_s_wish_is_read_in_order():
     """Catches a date taken for a number, milliseconds for seconds and a wish of the past."""
     for headers, wanted in WISHES:
-        assert wanted_s(headers, NOW) == (None if wanted is None else pytest.approx(wanted)), headers
+        assert retry_after_s(headers, NOW) == (None if wanted is None else pytest.approx(wanted)), headers
 
 
 def test_what_is_sent_again():
@@ -55,23 +55,23 @@ def test_what_is_sent_again():
         (429, {}, {"rate_limit_exceeded"}, True), (500, {"x-should-retry": "false"}, set(), False),
         (400, {"x-should-retry": "true"}, set(), True), (400, {"x-should-retry": "perhaps"}, set(), False),
     ):  # fmt: skip
-        assert is_worth_another(status, headers, frozenset(codes)) is wanted, (status, headers, codes)
+        assert is_retryable(status, headers, frozenset(codes)) is wanted, (status, headers, codes)
 
 
 def test_a_pause_is_drawn_from_a_bound_that_doubles():
     """Catches clients that all come back at the same moment, and a pause without a cap."""
     noise, retries = random.Random(0), Retries(base_s=0.5, cap_s=3.0)
     for attempts, bound in ((1, 0.5), (2, 1.0), (3, 2.0), (4, 3.0), (9, 3.0)):
-        drawn = [pause_s(retries, attempts, None, noise) or 0.0 for _ in range(400)]
+        drawn = [backoff_s(retries, attempts, None, noise) or 0.0 for _ in range(400)]
         assert 0 <= min(drawn) < 0.05 * bound and 0.95 * bound < max(drawn) <= bound
 
 
 def test_a_wish_is_never_shortened_and_a_long_one_is_not_waited_for():
     """Catches a client that comes back before it may, all clients at once, and an hour of silence."""
     noise, retries = random.Random(0), Retries(longest_wait_s=10.0)
-    drawn = [pause_s(retries, 1, 8.0, noise) or 0.0 for _ in range(200)]
+    drawn = [backoff_s(retries, 1, 8.0, noise) or 0.0 for _ in range(200)]
     assert 8.0 <= min(drawn) < 8.2 and 9.5 < max(drawn) <= 10.0
-    assert pause_s(retries, 1, 10.5, noise) is None
+    assert backoff_s(retries, 1, 10.5, noise) is None
 
 
 def test_what_is_sent_again_stays_a_small_part_of_all():
@@ -79,7 +79,7 @@ def test_what_is_sent_again_stays_a_small_part_of_all():
     budget, sent = RetryBudget(share=0.2, spare=3), 0
     for _ in range(100):
         budget.requests += 1
-        sent += budget.has_more() + budget.has_more()
+        sent += budget.take() + budget.take()
     assert sent == 3 + 20
 
 
@@ -256,7 +256,7 @@ def test_what_is_under_way_counts_and_is_waited_for():
         assert found == []
         account.charge(Decimal(6), Usage(1, 1), Decimal(4))
         await task
-        account.doubt(Decimal(6))
+        account.mark_uncertain(Decimal(6))
         assert account.totals.uncertain_cost == 6
         with pytest.raises(BudgetExceeded, match="0.000000 of the budget of 10 is left"):
             await account.reserve(Decimal("0.1"))
@@ -291,7 +291,7 @@ def test_what_is_kept_comes_back_and_what_is_damaged_does_not(tmp_path):
     assert cache.get(key) is None
     assert [path for path in (tmp_path / "answers").rglob("*") if path.is_file()] == [file]
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="can't make the cache"):
+    with pytest.raises(ConfigError, match="can't create the cache"):
         ResponseCache(tmp_path / "file" / "answers")
 
 
@@ -320,12 +320,12 @@ STREAM = (
 @given(cuts=st.lists(st.integers(0, len(STREAM)), max_size=12))
 def test_a_stream_is_the_same_however_its_bytes_are_cut(cuts):
     """Catches characters, line ends and events that are lost at the end of a part."""
-    reading, cuts_at = Reading(), [0, *sorted(cuts), len(STREAM)]
+    parser, cuts_at = StreamParser(), [0, *sorted(cuts), len(STREAM)]
     for start, end in itertools.pairwise(cuts_at):
-        list(reading.feed(STREAM[start:end]))
-    list(reading.end())
-    assert reading.text == "né日😀data: "
-    assert reading.usage == Usage(2, 3)
+        list(parser.feed(STREAM[start:end]))
+    list(parser.end())
+    assert parser.text == "né日😀data: "
+    assert parser.usage == Usage(2, 3)
 
 
 BROKEN = [
@@ -334,39 +334,39 @@ BROKEN = [
         (b"", "ended before"), (b"data: oh\n\n", "not JSON"), (b"data: [1]\n\n", "a list"),
         (b'data: {"error": {"message": "died"}}\n\n', "died"),
         (b'event: error\ndata: {"object": "error", "message": "gone"}\n\n', "gone"),
-        (b'data: {"choices": [1]}\n\n', "no object"),
+        (b'data: {"choices": [1]}\n\n', "not an object"),
 ]  # fmt: skip
 
 
 def test_a_stream_that_is_not_whole_is_not_taken_for_one():
     """Catches half a text that looks like all of it."""
     for data, match in BROKEN:
-        reading = Reading()
-        with pytest.raises(Unreadable, match=match):
-            list(reading.feed(data)) + list(reading.end())
+        parser = StreamParser()
+        with pytest.raises(InvalidResponse, match=match):
+            list(parser.feed(data)) + list(parser.end())
 
 
 def test_a_stream_may_end_without_done_and_without_an_empty_line():
     """Catches an error about servers that end differently, and are whole."""
-    reading = Reading()
-    list(reading.feed(b'data: {"choices": [{"delta": {"content": "a"}, "finish_reason": "length"}]}'))
-    assert [chunk.finish_reason for chunk in reading.end()] == ["length"]
+    parser = StreamParser()
+    list(parser.feed(b'data: {"choices": [{"delta": {"content": "a"}, "finish_reason": "length"}]}'))
+    assert [chunk.finish_reason for chunk in parser.end()] == ["length"]
 
 
 def test_json_that_is_no_answer_is_none():
     """Catches an exception of Python's in place of one that says what came."""
     for data in (b"", b"<html>", b"[]", b"{}", b'{"choices": []}', b'{"error": "no"}', b"[" * 100_000):
-        with pytest.raises(Unreadable):
-            read_answer(data)
+        with pytest.raises(InvalidResponse):
+            parse_answer(data)
 
 
 def test_a_refusal_is_read_in_every_form_there_is():
     """Catches a message that is lost because the server is not OpenAI's."""
-    assert refused(b'{"error": {"message": "m", "code": "c", "type": "t", "param": "speculative.drafter"}}') == (
+    assert parse_error(b'{"error": {"message": "m", "code": "c", "type": "t", "param": "speculative.drafter"}}') == (
         "m", "speculative.drafter", {"c", "t"}
     )  # fmt: skip
-    assert refused(b'{"detail": "m"}').message == "m"
-    assert refused(b'{"object": "error", "message": "m", "code": 404}').codes == {"404"}
-    assert refused(b'{"error": "m"}').message == "m"
-    assert refused(b"<html>no").message == "<html>no"
-    assert refused(b'{"error": {"param": "predictions", "message": "m"}}').is_of_speculation is False
+    assert parse_error(b'{"detail": "m"}').message == "m"
+    assert parse_error(b'{"object": "error", "message": "m", "code": 404}').codes == {"404"}
+    assert parse_error(b'{"error": "m"}').message == "m"
+    assert parse_error(b"<html>no").message == "<html>no"
+    assert parse_error(b'{"error": {"param": "predictions", "message": "m"}}').is_about_speculation is False

@@ -1,1 +1,1 @@
-"""How one request is sent until its answer begins: rates, retries, connections and streams."""
+"""How a request is sent until its answer begins: rate limits, retries, connections and streams."""

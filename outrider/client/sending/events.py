@@ -1,4 +1,4 @@
-"""Server-sent events, read as in the HTML standard, 9.2.6."""
+"""Server-sent events, decoded as in the HTML standard, 9.2.6."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import io
 from collections.abc import Iterator
 
 
-class Events:
+class EventDecoder:
     """Turns bytes, cut anywhere, into the data of server-sent events.
 
-    `event`, `id` and `retry` lines are read and not used: in OpenAI's API the data says it all.
+    `event`, `id` and `retry` lines are skipped: in OpenAI's API all information is in the data.
     """
 
     def __init__(self) -> None:
@@ -20,10 +20,10 @@ class Events:
         self.rest = ""
         self.lines: list[str] = []
 
-    def feed(self, data: bytes, is_last: bool = False) -> Iterator[str]:
-        """Every event that `data` completes."""
-        *whole, self.rest = (self.rest + self.decoder.decode(data, is_last)).split("\n")
-        for line in whole:
+    def feed(self, part: bytes, is_last: bool = False) -> Iterator[str]:
+        """Every event that `part` completes."""
+        *complete, self.rest = (self.rest + self.decoder.decode(part, is_last)).split("\n")
+        for line in complete:
             name, _, value = line.partition(":")
             if name == "data":
                 self.lines.append(value.removeprefix(" "))
@@ -32,5 +32,5 @@ class Events:
                 yield event
 
     def end(self) -> Iterator[str]:
-        """The last event where no empty line closed it: servers that die leave that out, and some others too."""
+        """The last event, if no empty line terminated it: crashed servers leave that line out, and a few others do."""
         return self.feed(b"\n\n", is_last=True)

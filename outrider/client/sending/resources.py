@@ -1,4 +1,4 @@
-"""What all requests of a client share: connections, places, rates, the account and the breaker."""
+"""What all requests of a client share: connections, permits, rate limits, the account and the breaker."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ LOCAL = {"localhost", "127.0.0.1", "::1"}
 
 
 def base_of(url: str) -> str:
-    """The address that paths such as /chat/completions follow: `url`, with /v1 where it has no path.
+    """The base address for paths such as /chat/completions: `url`, with /v1 if it has no path.
 
-    Raises ConfigError where it is no address.
+    Raises ConfigError if it is not an address.
     """
-    whole = url if "://" in url else f"http://{url}"
     try:
-        parts = urlsplit(whole)
+        parts = urlsplit(url if "://" in url else f"http://{url}")
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         is_address = False
@@ -56,13 +55,13 @@ class Resources:
         self.http = httpx.AsyncClient(
             headers=headers,
             transport=transport,
-            trust_env=urlsplit(self.base_url).hostname not in LOCAL,  # no proxy stands before one's own machine
+            trust_env=urlsplit(self.base_url).hostname not in LOCAL,  # proxies do not apply to this machine
             timeout=httpx.Timeout(None, connect=timeouts.connect_s, write=timeouts.write_s),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=limits.concurrency),
         )
 
     def highest_cost(self, body: Mapping[str, Any], size: int, price: Price | None) -> Decimal:
-        """The most that an attempt can cost; 0 where that is not known and no budget asks for it.  Raises ConfigError.
+        """The most that an attempt can cost; 0 if that is unknown and there is no budget.  Raises ConfigError.
 
         size: of the body in bytes.
         """
@@ -72,10 +71,10 @@ class Resources:
             return ZERO
         if price is None:
             raise ConfigError(
-                f"a budget needs the price of {body.get('model')!r}, which the table of prices does not have; add it"
+                f"a budget needs the price of {body.get('model')!r}, which is missing in the table of prices; add it"
             )
         return highest_cost(body, size, price)
 
     def redacted(self, text: str) -> str:
-        """What a server says, without the key, which some repeat."""
+        """A server's message without the API key, which some servers repeat."""
         return text.replace(self._key, "***") if self._key else text

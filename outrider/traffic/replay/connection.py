@@ -20,7 +20,7 @@ from email.utils import parsedate_to_datetime
 
 import h11
 
-from outrider.client.sending.events import Events
+from outrider.client.sending.events import EventDecoder
 from outrider.traffic.address import Address
 from outrider.traffic.replay.answer import Answer
 
@@ -55,7 +55,7 @@ class _Connection(asyncio.Protocol):
         """Send a request and fill its answer until it is over.  When cancelled, closes the connection; the answer so
         far stays."""
         assert self.transport is not None and self.answer is None
-        self.answer, self.events, self.body, self.is_stream = answer, Events(), bytearray(), False
+        self.answer, self.events, self.body, self.is_stream = answer, EventDecoder(), bytearray(), False
         self.over.clear()
         self.received_s = time.perf_counter()
         events = (request, h11.Data(data=body), h11.EndOfMessage())
