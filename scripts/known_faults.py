@@ -1398,14 +1398,14 @@ FAULTS = [
     fault(
         "held-out prompts train when their file is gone",
         (
-            "_asked",
+            "_conversations",
             "        if settings.prepare.held_out is not None:  # or what is held out would train\n            raise\n",
             "",
         ),
     ),
     fault(
         "a run trains on all answers in its folder, not on those to its prompts",
-        ("Inputs.chosen", "return answers.to_prompts(self.asked.prompt_hashes)", "return answers"),
+        ("Inputs.chosen", "return answers.to_prompts(self.conversations.prompt_hashes)", "return answers"),
     ),
     fault(
         "a report of more temperatures is overwritten by a smaller evaluation",
@@ -1417,7 +1417,7 @@ FAULTS = [
     ),
     fault(
         "the roll-out list calls a check of older weights done",
-        ("check_weights", "if found != run.weights:", "if found is None:"),
+        ("check_weights", "if checksum != run.weights:", "if checksum is None:"),
     ),
     fault(
         "measuring the memory of a training changes the weights that it starts with",

@@ -155,12 +155,12 @@ def _budgeted(place: Path, values: dict[str, str], minutes: float, began: float)
     machine.set_up_process()
     target = load_target(settings.target.name, **settings.target.load_options())
     prompts = []
-    for one in itertools.islice(hash_conversations(inputs.asked, settings.prepare), 2 * settings.prepare.slots):
+    for one in itertools.islice(hash_conversations(inputs.conversations, settings.prepare), 2 * settings.prepare.slots):
         dialogue = Dialogue(one)
         if dialogue.ask(target.tokenizer, settings.prepare, target.spec.context):
             prompts.append(dialogue.tokens)
     rates = budget.measured(settings, target, prompts)
-    here, there = f"{minutes:g} minutes", len(inputs.asked)
+    here, there = f"{minutes:g} minutes", len(inputs.conversations)
     found = budget.planned(settings, rates, 60 * minutes - (time.monotonic() - began), there)
     longer = budget.planned(settings, rates, 4 * 60 * minutes, there)
     say(f"{here} on {machine.describe(target.device)}: {found.line}\n{4 * minutes:g} minutes would be {longer.line}")

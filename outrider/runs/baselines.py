@@ -50,31 +50,33 @@ def load_all(
 
     name: of the run, for the label of its own drafter, which is the last choice and is rounded by `quantize`.
     """
-    found = Loaded({}, {}, {}, {})
-    prompts = {task_name(task): own.prompts for task, own in drawn.items()}
+    loaded = Loaded({}, {}, {}, {})
+    prompts = {task_name(task): prompt_set.prompts for task, prompt_set in drawn.items()}
     for number, choice in enumerate(choices, 1):
         is_own = number == len(choices)
-        kind, own = (choice, {}) if isinstance(choice, str) else parted(choice)
+        kind, settings = (choice, {}) if isinstance(choice, str) else parted(choice)
         if is_own and quantize:
-            own["quantize"] = quantize
+            settings["quantize"] = quantize
         source = None if kind in kinds() else describe(kind)
-        drafter = load_drafter(kind, target, **own)
+        drafter = load_drafter(kind, target, **settings)
         if compile or (compile is None and target.step.graph is not None):
             compile_drafter(drafter, reporter, unasked=not compile)
         label = kind if source is None else source.kind
-        if label in found.drafters:  # a second one of its kind
-            settings = ", ".join(f"{key}={value}" for key, value in own.items())
-            of_kind = f"{label} of {name}" if is_own and name else f"{label} ({settings})"
+        if label in loaded.drafters:  # a second one of its kind
+            listing = ", ".join(f"{key}={value}" for key, value in settings.items())
+            of_kind = f"{label} of {name}" if is_own and name else f"{label} ({listing})"
             label = of_kind if source is None else kind
-        found.drafters[label] = drafter
-        found.identities[label] = json.dumps([kind, own], default=str) if source is None else _weights_hash(source, own)
+        loaded.drafters[label] = drafter
+        loaded.identities[label] = (
+            json.dumps([kind, settings], default=str) if source is None else _weights_hash(source, settings)
+        )
         if sources := sources_of(choice):
             contamination = check(prompts, sources)
             reporter.looked(label, contamination)
-            found.overlaps[label] = Overlaps(contamination.overlaps(prompts), contamination.rule)
+            loaded.overlaps[label] = Overlaps(contamination.overlaps(prompts), contamination.rule)
         if (training := _training(kind, source, target)) is not None:
-            found.training[label] = training
-    return found
+            loaded.training[label] = training
+    return loaded
 
 
 def _training(kind: str, source: Source | None, target: TransformersTarget) -> Training | None:

@@ -1,5 +1,4 @@
-"""An evaluation: drafters measured on a target, in one process or several, into a folder where it goes on after a
-stop."""
+"""An evaluation: measure drafters on a target, in one or several processes.  It can be stopped and resumed."""
 
 from __future__ import annotations
 
@@ -49,9 +48,9 @@ log = logging.getLogger(__name__)
 NOT_TIMED = {
     "tasks", "prompts", "baselines", "processes", "overwrite", "data", "revisions",
 }  # fmt: skip
-"""Settings that change no measurement of a prompt: with others of these, what was measured before is still used."""
+"""Settings that do not affect the measurement of a prompt; after a change, earlier measurements are still used."""
 COMPARED = ("max_new_tokens", "seed", "policy", "verification", "batch", "thinking", "min_first_ngrams")
-"""Settings in which a report may not differ from the one that it replaces."""
+"""Settings that must be the same in a report and in the one that it replaces."""
 REMEDY = (
     "add --overwrite, or evaluate.overwrite=true in a run file, to replace it, "
     "or choose another folder (--out, or name=)"
@@ -65,33 +64,33 @@ class Evaluation:
     name: str
     target: TargetConfig
     drafters: tuple[Choice, ...]
-    """The last is the run's own."""
+    """The last one is the run's own."""
     config: Config
     folder: Path
     written: Mapping[str, Any]
-    """The settings as the report's provenance has them."""
+    """Settings for the report's provenance."""
     checkpoint: Path | None = None
-    """Gets the figures of its drafter into its manifest."""
+    """Checkpoint whose manifest gets the results."""
     usual_minutes: float | None = None
 
 
 def of_run(settings: RunConfig) -> Evaluation:
-    """The evaluation of a run file that has one: its baselines and its own drafter."""
+    """The evaluation of a run file: its baselines and its own drafter."""
     config, target = settings.evaluate, settings.target
     assert config is not None
     checkpoint = chosen(settings.folder) if settings.train is not None else None
-    own = settings.drafter.get("from", settings.drafter) if checkpoint is None else str(checkpoint)
+    drafter = settings.drafter.get("from", settings.drafter) if checkpoint is None else str(checkpoint)
     if checkpoint is not None and trains_target(settings.drafter["kind"]):
         target = target.model_copy(update={"name": str(target_folder(settings)), "revision": None})
-        own, checkpoint = settings.drafter, None
+        drafter, checkpoint = settings.drafter, None
     return Evaluation(
-        settings.name, target, (*config.baselines, own),
+        settings.name, target, (*config.baselines, drafter),
         config, settings.folder, settings.model_dump(mode="json"), checkpoint, settings.usual_minutes.get("evaluate"),
     )  # fmt: skip
 
 
 def target_folder(settings: RunConfig) -> Path:
-    """Where a run whose training changes the target saves it."""
+    """Where a run that trains its target saves it."""
     return settings.folder / "target"
 
 
@@ -100,17 +99,17 @@ def of_drafters(
 ) -> Evaluation:
     """The evaluation of drafters by name: kinds, folders of trained drafters, or their Hugging Face ids.
 
-    target: the one that the trained drafters were made for unless given.  folder: in `runs/` unless given.  Raises
-    ConfigError for a name that is not a drafter, and where the target is not known.
+    target: by default the one that the trained drafters were made for.  folder: by default in `runs/`.  Raises
+    ConfigError for a name that is not a drafter, and if the target is unknown.
     """
     trained = [describe(name) for name in drafters if name not in kinds()]
     if target is None:
         names = dict.fromkeys(source.target for source in trained if source.target)
         if len(names) != 1:
-            given = (
+            problem = (
                 f"these drafters are for {' and '.join(names)}" if names else f"{', '.join(drafters)} name no target"
             )
-            raise ConfigError(f"{given}; name one with --target")
+            raise ConfigError(f"{problem}; name one with --target")
         target = TargetConfig(name=next(iter(names)) or "")
     labels = "-".join(dict.fromkeys(name if name in kinds() else describe(name).kind for name in drafters))
     written = {
@@ -124,21 +123,21 @@ def of_drafters(
 
 
 def plan(evaluation: Evaluation) -> list[Line]:
-    """What `run` will do, with its checks.  Writes nothing and reads no weights."""
+    """What `run` will do, with all checks.  Writes nothing and reads no weights."""
     refuse_fuller(evaluation)
     config, names = evaluation.config, [str(choice) for choice in evaluation.drafters]
-    found = [Line("target", "name", evaluation.target.name), Line("evaluate", "drafters", ", ".join(names))]
+    lines = [Line("target", "name", evaluation.target.name), Line("evaluate", "drafters", ", ".join(names))]
     for task in config.tasks:
         drawn = draw(task, config)
         of = "" if drawn.count is None else f" of {drawn.count:,}"
-        found.append(Line("evaluate", f"prompts of {task}", f"{min(config.prompts, len(drawn.prompts)):,}{of}"))
-    found.append(Line("evaluate", "tokens to write, about", evaluation_tokens(config, len(names))))
-    found.append(Line("evaluate", "results in", str(evaluation.folder)))
-    return found
+        lines.append(Line("evaluate", f"prompts of {task}", f"{min(config.prompts, len(drawn.prompts)):,}{of}"))
+    lines.append(Line("evaluate", "tokens to write, about", evaluation_tokens(config, len(names))))
+    lines.append(Line("evaluate", "results in", str(evaluation.folder)))
+    return lines
 
 
 def run(evaluation: Evaluation, reporter: Reporter | None = None) -> Report | None:
-    """Load the target, then as `measure`.  Everything wrong is reported before the target loads."""
+    """Load the target and call `measure`.  All problems are reported before the target loads."""
     work_for_first(evaluation.target.tensor_parallel)
     refuse_fuller(evaluation)
     drawn = {task: draw(task, evaluation.config) for task in evaluation.config.tasks}
@@ -153,55 +152,55 @@ def run(evaluation: Evaluation, reporter: Reporter | None = None) -> Report | No
 def measure(
     evaluation: Evaluation, target: TransformersTarget, drawn: Mapping[str, PromptSet], reporter: Reporter
 ) -> Report | None:
-    """Measure all drafters in one interleaved run; writes report.json and report.html.  Goes on where it was stopped.
+    """Measure all drafters in one interleaved run; writes report.json and report.html.  Resumes after a stop.
 
-    Where a launcher such as torchrun started several processes, each measures its share, and the first one writes the
-    report; the others return None.  Raises DataError where a report of more than this would be replaced, and where
-    another process writes into the folder.
+    With several processes of a launcher such as torchrun, each measures its share and the first one writes the report;
+    the others return None.  Raises DataError if a larger report would be replaced, or if another process writes to the
+    folder.
     """
     config, folder = evaluation.config, evaluation.folder
     refuse_fuller(evaluation)
     shard = _shard(evaluation)
     _share_processors(shard)
-    found = _load(evaluation, target, drawn, reporter)
+    loaded = _load(evaluation, target, drawn, reporter)
     if shard.rank > 0:
-        _measure_share(evaluation, target, drawn, found, shard)
+        _measure_share(evaluation, target, drawn, loaded, shard)
         return None
-    refuse_fuller(evaluation, list(found.drafters))
+    refuse_fuller(evaluation, list(loaded.drafters))
     folder.mkdir(parents=True, exist_ok=True)
     busy = DataError(f"another evaluation is writing to {folder}; wait until it ends, or choose another folder")
     with lock.held(folder, busy):
-        done = Journal(folder, _facts(evaluation, target, found), again=config.overwrite)
+        done = Journal(folder, _facts(evaluation, target, loaded), again=config.overwrite)
         if done.changed:
-            log.warning("all prompts are measured again, since this has changed: %s", "; ".join(done.changed[:4]))
+            log.warning("all prompts are measured again because of changes: %s", "; ".join(done.changed[:4]))
         before = sum(_measured(done, drawn, config).values())
         plan = events.Evaluating(
             total=config.prompts * len(config.tasks), done=before, usual_minutes=evaluation.usual_minutes,
-            tasks=config.tasks, drafters=tuple(found.drafters), prompts=config.prompts,
-            tokens=evaluation_tokens(config, len(found.drafters)),
+            tasks=config.tasks, drafters=tuple(loaded.drafters), prompts=config.prompts,
+            tokens=evaluation_tokens(config, len(loaded.drafters)),
         )  # fmt: skip
         facts = {
-            "drafters": list(found.drafters), "compiled": target.step.graph is not None, "processes": shard.count,
+            "drafters": list(loaded.drafters), "compiled": target.step.graph is not None, "processes": shard.count,
             "slow_baseline": _slow_baseline(evaluation, target),
         }  # fmt: skip
         provenance = write_provenance(folder, evaluation.written, facts)
         with reporter.working(plan) as update, _others(evaluation, shard) as on_wait:
             report = evaluate(
-                target, found.drafters, config, provenance=provenance, training=found.training, overlaps=found.overlaps,
-                drawn=drawn, on_prompt=lambda count, _, left_out: update(count, left_out=left_out, **_pace(done)),
+                target, loaded.drafters, config, provenance=provenance, training=loaded.training,
+                overlaps=loaded.overlaps, drawn=drawn, on_prompt=lambda count, _, left_out: update(count, left_out=left_out, **_pace(done)),
                 done=done, shard=shard, on_wait=on_wait,
             )  # fmt: skip
-        with suppress(DataError):  # there is no earlier report, or none that this version can read
+        with suppress(DataError):  # no earlier report, or not readable by this version
             report = with_losses(report, Report.load(folder))
         save(report, folder)
     if evaluation.checkpoint is not None:
-        amend(evaluation.checkpoint, {}, {"report": report.brief(found.own)})
+        amend(evaluation.checkpoint, {}, {"report": report.brief(loaded.own)})
     reporter.finished(events.Evaluated(folder, report))
     return report
 
 
 def _slow_baseline(evaluation: Evaluation, target: TransformersTarget) -> str | None:
-    """Why the target alone is measured by slower steps than it has; None where it is not."""
+    """Why the baseline uses slower steps than possible; None if it does not."""
     step = target.step
     if step.graph is None and evaluation.target.compile is False and (step.is_possible or step.is_on_disk):
         return "compiled steps are possible here (target.compile is no)"
@@ -209,7 +208,7 @@ def _slow_baseline(evaluation: Evaluation, target: TransformersTarget) -> str | 
 
 
 def _shard(evaluation: Evaluation) -> Shard:
-    """The part of this process.  Raises ConfigError for processes that each would need a whole target."""
+    """The share of this process.  Raises ConfigError for several processes with a target that is split."""
     count, parts = evaluation.config.processes, evaluation.target.tensor_parallel
     if parts == 1:
         return Shard(*(launched() or (0, count)))
@@ -231,22 +230,25 @@ def _load(
 
 
 def _pace(done: Journal) -> dict[str, float]:
-    """Tokens that all drafters wrote so far, and tokens per step of the last one."""
-    runs = [one.runs for record in done.records for one in record.prompts]
-    last = [own[-1] for own in runs if own]
+    """Tokens generated by all drafters so far, and tokens per step of the last one."""
+    by_prompt = [prompt.runs for record in done.records for prompt in record.prompts]
+    last = [runs[-1] for runs in by_prompt if runs]
     steps = sum(run.steps for run in last)
-    found = {"tokens": float(sum(len(run.tokens) for own in runs for run in own))}
-    return found | ({"tokens_per_step": sum(len(run.tokens) for run in last) / steps} if steps else {})
+    pace = {"tokens": float(sum(len(run.tokens) for runs in by_prompt for run in runs))}
+    return pace | ({"tokens_per_step": sum(len(run.tokens) for run in last) / steps} if steps else {})
 
 
 def _measured(done: Journal, drawn: Mapping[str, PromptSet], config: Config) -> dict[str, int]:
     """Prompts of each task that were measured before."""
-    known = {task: done.by_index(task_name(task), own.prompts).values() for task, own in drawn.items()}
-    return {task: min(config.prompts, sum(record.left_out is None for record in own)) for task, own in known.items()}
+    records = {task: done.by_index(task_name(task), prompts.prompts).values() for task, prompts in drawn.items()}
+    return {
+        task: min(config.prompts, sum(record.left_out is None for record in of_task))
+        for task, of_task in records.items()
+    }
 
 
-def _facts(evaluation: Evaluation, target: TransformersTarget, found: Loaded) -> dict[str, Any]:
-    """What the measurements of a prompt depend on."""
+def _facts(evaluation: Evaluation, target: TransformersTarget, loaded: Loaded) -> dict[str, Any]:
+    """Everything that the measurement of a prompt depends on."""
     spec, config = target.spec, evaluation.config
     return {
         "outrider": version("outrider"),
@@ -255,26 +257,26 @@ def _facts(evaluation: Evaluation, target: TransformersTarget, found: Loaded) ->
             "precision": spec.precision,
             "device": target.device.type,
         },
-        "drafters": found.identities,
+        "drafters": loaded.identities,
         "evaluate": config.model_dump(mode="json", exclude=NOT_TIMED),
         "machine": fingerprint(target, drafter_quantised=config.quantize),
     }
 
 
-# ── a report that is there ────────────────────────────────────────────────────────────────────────────────────────────
+# ── an existing report ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def refuse_fuller(evaluation: Evaluation, drafters: Sequence[str] | None = None) -> None:
-    """Raises DataError where the folder has a report of more than this one would have, or of other settings.
+    """Raises DataError if the folder has a larger report, or one with other settings.
 
-    drafters: labels of those that are measured, where they are known.
+    drafters: labels of the measured drafters, if known.
     """
     config, path = evaluation.config, evaluation.folder / "report.json"
     if config.overwrite or not path.exists():
         return
     try:
         old = Report.load(path)
-    except DataError:  # a report of another version may not be lost either
+    except DataError:  # a report of another version must not be lost either
         raise DataError(f"{path} can't be read by this version; {REMEDY}") from None
     reasons = []
     if lost := [
@@ -300,27 +302,29 @@ def refuse_fuller(evaluation: Evaluation, drafters: Sequence[str] | None = None)
 
 
 def _share_processors(shard: Shard) -> None:
-    """Use as many threads as this process's part of the machine has."""
-    if shard.count > 1 and not torch.distributed.is_initialized():  # or it is shared already
+    """Use this process's share of the machine's threads."""
+    if shard.count > 1 and not torch.distributed.is_initialized():  # otherwise already done
         torch.set_num_threads(max(1, torch.get_num_threads() // shard.count))
 
 
 def _device(evaluation: Evaluation, shard: Shard) -> str | None:
-    """The device of a process: GPUs are shared out where none is named."""
+    """The device of a process; by default GPUs are assigned round-robin."""
     count = torch.cuda.device_count()
     return f"cuda:{shard.rank % count}" if evaluation.target.device is None and count > 1 else evaluation.target.device
 
 
 @contextmanager
 def _others(evaluation: Evaluation, shard: Shard) -> Iterator[Callable[[], None]]:
-    """The other processes, started and ended here unless a launcher started them.  Gives a check that they are
-    alive."""
+    """Start and end the other processes, unless a launcher did.  Yields a function that checks that they are alive."""
     if shard.count == 1 or launched() is not None:
         yield lambda: None
         return
     context = multiprocessing.get_context("spawn")
     shards = [Shard(rank, shard.count) for rank in range(1, shard.count)]
-    started = [context.Process(target=_work, args=(evaluation, own, os.getpid()), daemon=True) for own in shards]
+    started = [
+        context.Process(target=_work, args=(evaluation, shard_of_process, os.getpid()), daemon=True)
+        for shard_of_process in shards
+    ]
     for process in started:
         process.start()
 
@@ -329,8 +333,7 @@ def _others(evaluation: Evaluation, shard: Shard) -> Iterator[Callable[[], None]
             if process.exitcode not in (None, 0):
                 raise DataError(
                     f"process {rank} of {shard.count} ended with code {process.exitcode}; see its messages above, "
-                    "and run "
-                    "the same command again: it goes on from what was measured"
+                    "and rerun the same command to resume"
                 )
 
     try:
@@ -348,27 +351,27 @@ def _end(started: Sequence[BaseProcess]) -> None:
 
 
 def _work(evaluation: Evaluation, shard: Shard, parent: int) -> None:
-    """A further process: it measures its share, and ends when its parent does."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the parent's to report
+    """Another process: measures its share, and ends with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports Ctrl-C
     machine.set_up_process()
     _share_processors(shard)
     chosen = evaluation.target.load_options() | {"device": _device(evaluation, shard)}
     target = load_target(evaluation.target.name, **chosen)
     drawn = {task: draw(task, evaluation.config) for task in evaluation.config.tasks}
-    found = _load(evaluation, target, drawn, Reporter())
+    loaded = _load(evaluation, target, drawn, Reporter())
 
     def end_with_parent(*_: int) -> None:
         if os.getppid() != parent:
             os._exit(1)
 
-    _measure_share(evaluation, target, drawn, found, shard, end_with_parent)
+    _measure_share(evaluation, target, drawn, loaded, shard, end_with_parent)
 
 
 def _measure_share(
-    evaluation: Evaluation, target: TransformersTarget, drawn: Mapping[str, PromptSet], found: Loaded, shard: Shard,
+    evaluation: Evaluation, target: TransformersTarget, drawn: Mapping[str, PromptSet], loaded: Loaded, shard: Shard,
     on_prompt: Callable[[int, int, int], None] | None = None,
 ) -> None:  # fmt: skip
-    done = Journal(evaluation.folder, _facts(evaluation, target, found), shard.rank)
-    entries = entries_of(found.drafters, evaluation.config, found.training)
-    prompts = {task: own.prompts for task, own in drawn.items()}
+    done = Journal(evaluation.folder, _facts(evaluation, target, loaded), shard.rank)
+    entries = entries_of(loaded.drafters, evaluation.config, loaded.training)
+    prompts = {task: prompt_set.prompts for task, prompt_set in drawn.items()}
     measure_share(target, entries, evaluation.config, prompts, on_prompt, done, shard)

@@ -12,9 +12,9 @@ from outrider.data.features.cache import Binding
 from outrider.data.features.cached import CachedFeatures, target_states
 from outrider.data.features.engine_states import EngineStates
 from outrider.data.features.live import LiveFeatures
-from outrider.data.overlap.hash_files import Named
+from outrider.data.overlap.hash_files import HashFile
 from outrider.data.rendering import template_hash
-from outrider.data.texts import usable
+from outrider.data.texts import CutAnswers
 from outrider.errors import ConfigError
 from outrider.nn.draft_model import DraftModel
 from outrider.runs.file import RunConfig
@@ -39,7 +39,7 @@ def sourced(settings: RunConfig, config: TrainConfig, target: RunTarget, model: 
         "batch": config.batch, "length": prepare.length, "seed": config.seed, "budget": config.tokens
     }  # fmt: skip
 
-    def source(answers: Sequence[Answer], ngram_hashes: Named | None = None) -> Source:
+    def source(answers: Sequence[Answer], ngram_hashes: HashFile | None = None) -> Source:
         if prepare.features == "live":
             return LiveFeatures(
                 target, answers, model.taps, dtype=config.dtype, template=template_hash(target.tokenizer),
@@ -94,7 +94,7 @@ class Store:
 
     folder: Path
     texts: Sequence[Answer]
-    mine: Binding
+    binding: Binding
     states: cache.States
     target: RunTarget
     shard_tokens: int
@@ -111,9 +111,9 @@ class Store:
     def size_bytes(self) -> int:
         """About what all shards take."""
         learnt = sum(end - start for text in self.texts for start, end in text.learn) / max(1, self.tokens)
-        mine, hidden = self.mine, self.target.spec.hidden
+        binding, hidden = self.binding, self.target.spec.hidden
         each = encodings.bytes_per_token(
-            mine.encoding, hidden, len(mine.taps), mine.top_logprobs, learnt if mine.only_learnt else 1.0
+            binding.encoding, hidden, len(binding.taps), binding.top_logprobs, learnt if binding.only_learnt else 1.0
         )
         return round(self.tokens * each)
 
@@ -124,7 +124,7 @@ class Store:
     def fill(self, update: Callable[[int], None]) -> None:
         """Write the shards that are not there; update: called with the number of those that are."""
         cache.build(
-            self.folder, self.texts, self.states, self.mine, head=self.target.head, shard_tokens=self.shard_tokens,
+            self.folder, self.texts, self.states, self.binding, head=self.target.head, shard_tokens=self.shard_tokens,
             on_shard=lambda done, of: update(self.total - of + done),
         )  # fmt: skip
 
@@ -139,17 +139,22 @@ def store(
     where, prepare = folder_of(settings), settings.prepare
     if prepare.features == "live" or "://" in where:
         return None
-    folder, mine = Path(where), bound_to(settings, config.dtype, target, model)
+    folder, binding = Path(where), bound_to(settings, config.dtype, target, model)
     if cache.bound(folder) is not None:
-        there = cache.check(folder, mine)
-        mine = replace(mine, taps=there.taps, only_learnt=there.only_learnt)
-    texts = usable(answers, min(prepare.length, target.spec.context))
+        there = cache.check(folder, binding)
+        binding = replace(binding, taps=there.taps, only_learnt=there.only_learnt)
+    texts = CutAnswers(answers, min(prepare.length, target.spec.context))
     if prepare.feature_server is None:
-        states: cache.States = target_states(target, mine.taps, config.dtype)
+        states: cache.States = target_states(target, binding.taps, config.dtype)
     else:
         states = EngineStates(
-            prepare.feature_server, settings.target.name, mine.taps, target.spec.layers, target.finish, head=target.head
+            prepare.feature_server,
+            settings.target.name,
+            binding.taps,
+            target.spec.layers,
+            target.finish,
+            head=target.head,
         )
     shards = cache.planned(texts, prepare.shard_tokens)
-    left = len(cache.missing(folder, shards, mine))
-    return Store(folder, texts, mine, states, target, prepare.shard_tokens, len(shards), len(shards) - left)
+    left = len(cache.missing(folder, shards, binding))
+    return Store(folder, texts, binding, states, target, prepare.shard_tokens, len(shards), len(shards) - left)

@@ -103,8 +103,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, di
 
     Raises ConfigError for everything wrong with it, before any weight loads.
     """
-    given = _expand(configs.read(path))
-    merged = _expand(configs.override(given, overrides))
+    file_values = _expand(configs.read(path))
+    merged = _expand(configs.override(file_values, overrides))
     merged.setdefault("name", Path(path).stem)
     with configs.located(path, overrides):
         run = configs.build(RunConfig, merged)
@@ -115,12 +115,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, di
     origin = {"from": run.drafter["from"]} if "from" in run.drafter else {}
     taken = {f"drafter.{key}" for key in run.drafter} if origin else set()
     run = run.model_copy(update={"drafter": origin | settings})
-    in_file, asked = configs.flatten(given), {item.partition("=")[0] for item in overrides}
+    in_file, overridden = configs.flatten(file_values), {item.partition("=")[0] for item in overrides}
     origins = {
         key: "file" if key in in_file else "from" if ".".join(key.split(".")[:2]) in taken else "default"
         for key in configs.flatten(run.model_dump(mode="json"))
     }
-    return run, origins | {key: "override" for key in origins if any(f"{key}.".startswith(f"{a}.") for a in asked)}
+    return run, origins | {key: "override" for key in origins if any(f"{key}.".startswith(f"{a}.") for a in overridden)}
 
 
 def _started(run: RunConfig) -> RunConfig:
@@ -162,9 +162,9 @@ def _check_training(run: RunConfig, train: TrainConfig, kind: str) -> None:
             "train.calibrate to 0"
         )
     if train.calibrate and not getattr(run.drafter_config, "confidence", False):
-        given = f"drafter {kind!r} with these settings has none"
-        wanted = "use dspark with confidence: true, or set train.calibrate to 0"
-        raise ConfigError(f"train.calibrate needs a confidence head, but {given}; {wanted}")
+        problem = f"drafter {kind!r} with these settings has none"
+        remedy = "use dspark with confidence: true, or set train.calibrate to 0"
+        raise ConfigError(f"train.calibrate needs a confidence head, but {problem}; {remedy}")
     if train.reference is not None and not Path(train.reference).exists():
         raise ConfigError(
             f"train.reference {train.reference} does not exist; name the checkpoint of the same drafter, trained on "

@@ -25,7 +25,7 @@ def write_config(run: RunConfig) -> None:
 
 def write_provenance(folder: Path, config: Mapping[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     """Write versions, machine, the settings `config` and `facts` into a folder, and return them."""
-    found = {
+    facts_of_run = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "outrider": version_of("outrider"),
         "commit": _commit(),
@@ -42,8 +42,8 @@ def write_provenance(folder: Path, config: Mapping[str, Any], facts: dict[str, A
         "command": " ".join(["outrider", *sys.argv[1:]]),
         "config": dict(config),
     } | facts
-    _write(folder, "provenance.json", json.dumps(found, indent=2, default=str))
-    return found
+    _write(folder, "provenance.json", json.dumps(facts_of_run, indent=2, default=str))
+    return facts_of_run
 
 
 def _write(folder: Path, name: str, text: str) -> None:

@@ -52,9 +52,9 @@ class Roles:
         sources = [learnt]
         with suppress(DataError):  # none is held out, or all are too short: nobody asks
             sources.append(held_out())
-        mine = range(self.group.rank - self.count, self.count, self.readers)
+        trainers = range(self.group.rank - self.count, self.count, self.readers)
         with signals_ignored():  # the trainers finish their step, and say so
-            sent_features.serve(sources, mine, self.most, self.group.control)
+            sent_features.serve(sources, trainers, self.most, self.group.control)
 
 
 def roles(settings: RunConfig, stages: Collection[str], processes: Processes) -> Roles | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from outrider.data.features.cached import CachedFeatures
 from outrider.data.features.live import LiveFeatures
-from outrider.data.overlap.contamination import Found
+from outrider.data.overlap.contamination import OverlapReport
 from outrider.fast import NotCompiled
 from outrider.nn.draft_model import DraftModel
 from outrider.report.parts import Training
@@ -158,7 +158,8 @@ Update = Callable[..., None]
 """Called as units of a plan are done: update(done, **facts), done with those of an earlier run.
 
 facts, where they are known: `tokens` written or read so far, `loss`, `tokens_per_step` (in training the expected ones),
-`mfu` of a training (see `training.progress.throughput`), `reading_s` (see `data.batches.OfTexts`), `left_out` prompts.
+`mfu` of a training (see `training.progress.throughput`), `reading_s` (see `data.batches.TextFeatures`), `left_out`
+prompts.
 """
 
 
@@ -177,7 +178,7 @@ class Reporter:
     def not_compiled(self, reason: NotCompiled) -> None:
         """A drafter's passes can't be compiled; it works without."""
 
-    def looked(self, drafter: str, found: Found) -> None:
+    def looked(self, drafter: str, report: OverlapReport) -> None:
         """How many prompts occur in what a drafter was trained on or drafts from."""
 
     @contextmanager

@@ -53,8 +53,8 @@ def section(name: str) -> Section:
     """The settings of a section, or of a kind of drafter.  Raises ConfigError for an unknown name."""
     if name not in SECTIONS and name not in kinds():
         raise ConfigError(f"unknown section or drafter {name!r}{nearest(name, [*SECTIONS, *kinds()])}")
-    found = schema() if name == "run" else schema()["$defs"][name]
-    return Section(name, found.get("description", ""), list(_settings(found, is_run=name == "run")))
+    section = schema() if name == "run" else schema()["$defs"][name]
+    return Section(name, section.get("description", ""), list(_settings(section, is_run=name == "run")))
 
 
 def sections(drafters: Iterable[str] | None = None) -> list[Section]:
@@ -62,14 +62,14 @@ def sections(drafters: Iterable[str] | None = None) -> list[Section]:
     return [section(name) for name in (*SECTIONS, *sorted(kinds() if drafters is None else drafters))]
 
 
-def _settings(found: dict[str, Any], is_run: bool = False, prefix: str = "") -> Iterator[Setting]:
-    own_first = sorted(
-        found["properties"].items(), key=lambda setting: setting[1].get("x-default") == "from the target"
+def _settings(section: dict[str, Any], is_run: bool = False, prefix: str = "") -> Iterator[Setting]:
+    ordered = sorted(
+        section["properties"].items(), key=lambda setting: setting[1].get("x-default") == "from the target"
     )
-    for name, one in own_first:
+    for name, one in ordered:
         if name == "kind":
             continue
-        is_required = name in found.get("required", ())
+        is_required = name in section.get("required", ())
         default = "required" if is_required else one.get("x-default") or _default(one.get("default"))
         yield Setting(prefix + name, _words(one), default, one.get("description", ""))
         for part in () if is_run else _options(one):

@@ -172,23 +172,23 @@ def prepare(
     processes: Processes = ALONE,
 ) -> events.Prepared | None:  # fmt: skip
     """Let the target answer the prompts that have no answer yet; returns what was reached, in the first process."""
-    config, skipped, asked = settings.prepare, inputs.skipped, inputs.asked
+    config, skipped, conversations = settings.prepare, inputs.skipped, inputs.conversations
     if machines() > 1 and config.regenerate and not config.servers:
         raise ConfigError(
             f"the answers' ledger is one machine's, and a launcher started processes on {machines()}; prepare on one "
             "of them, or name servers in prepare.servers"
         )
-    most = asked.most_tokens
+    most = conversations.most_tokens
     plan = events.Preparing(
-        total=len(asked), done=regenerate.answered(settings.answers, asked.prompt_hashes),
+        total=len(conversations), done=regenerate.answered(settings.answers, conversations.prompt_hashes),
         tokens=most, size_bytes=answers_bytes(settings, inputs),
         usual_minutes=settings.usual_minutes.get("prepare"), conversations=config.label,
         folder=settings.answers,
-        available=asked.available, servers=config.servers,
-        dropped={reason: count for reason, count in asked.left_out.items() if reason != NOT_CHOSEN},
+        available=conversations.available, servers=config.servers,
+        dropped={reason: count for reason, count in conversations.left_out.items() if reason != NOT_CHOSEN},
     )  # fmt: skip
     if processes.is_first:
-        manifest.write(settings.answers, asked)
+        manifest.write(settings.answers, conversations)
     with reporter.working(plan) as update:
         tokens = 0
 
@@ -198,18 +198,18 @@ def prepare(
             update(done, tokens=tokens)
 
         path = regenerate.prepare(
-            target, target.tokenizer, asked, settings.answers, config, on_answer=tell, skipped=skipped,
-            processes=processes, held_out=asked.held_out_hashes,
+            target, target.tokenizer, conversations, settings.answers, config, on_answer=tell, skipped=skipped,
+            processes=processes, held_out=conversations.held_out_hashes,
         )  # fmt: skip
-    found = _prepared(path, skipped) if processes.is_first else None
-    if found is not None:
-        reporter.finished(found)
+    prepared = _prepared(path, skipped) if processes.is_first else None
+    if prepared is not None:
+        reporter.finished(prepared)
     if settings.train is not None and settings.prepare.features != "live" and trained(settings.drafter["kind"]):
         chosen = inputs.chosen(answers_for(settings.answers, target, target.tokenizer), settings)
         dtyped = processes.same(trainer.with_dtype(settings.train, settings.folder, target.device))
         store_features(settings, dtyped, target, _model(settings, target), chosen, reporter)
         processes.gather(None)  # all shards are there
-    return found
+    return prepared
 
 
 def _prepared(path: Path, skipped: Skipped) -> events.Prepared:
@@ -244,7 +244,7 @@ def train(
     if (origin := settings.drafter.get("from")) is not None:
         take_weights(model, origin, target)
     answers = inputs.chosen(answers_for(settings.answers, target, target.tokenizer), settings)
-    learnt, held_out = hold_out(answers, config.held_out, inputs.openings, inputs.asked.held_out_hashes)
+    learnt, held_out = hold_out(answers, config.held_out, inputs.openings, inputs.conversations.held_out_hashes)
     _fill_features(settings, config, target, model, answers, reporter, processes, roles)
     features = run_features.sourced(settings, config, target, model)
     source = features(learnt, named(settings.answers))
@@ -369,8 +369,10 @@ def _probe(
             log.warning("no prompt is measured at the end: %s is not loaded here", target.spec.name)
             return facts
         texts = [as_tokens(target, prompt) for prompt in inputs.drawn[chosen.tasks[0]].prompts[:4]]
-        found = generate(target, texts, model.drafter(), max_new_tokens=min(48, chosen.max_new_tokens), policy="fixed")
-        return facts | {"probe_tokens_per_step": sum(len(g.tokens) for g in found) / sum(g.steps for g in found)}
+        most = min(48, chosen.max_new_tokens)
+        generations = generate(target, texts, model.drafter(), max_new_tokens=most, policy="fixed")
+        tokens = sum(len(generation.tokens) for generation in generations)
+        return facts | {"probe_tokens_per_step": tokens / sum(generation.steps for generation in generations)}
 
     return probe
 
@@ -385,19 +387,19 @@ def calibrate(
     most = len(texts) * max_new_tokens
     plan = events.Calibrating(total=len(texts), checkpoint=checkpoint, task=task, tokens=most, temperature=temperature)
     with reporter.working(plan) as update:
-        found = calibration.calibrate(
+        outcome = calibration.calibrate(
             drafter, target, texts, out=out, max_new_tokens=max_new_tokens, temperature=temperature,
             shifting=shifting, seed=seed, on_prompt=update,
         )  # fmt: skip
-    reporter.finished(events.Calibrated(checkpoint, found))
-    return found
+    reporter.finished(events.Calibrated(checkpoint, outcome))
+    return outcome
 
 
 def evaluate(settings: RunConfig, target: TransformersTarget, reporter: Reporter, inputs: Inputs) -> Report | None:
     """Measure the run's drafter and its baselines; see `runs.evaluation`."""
-    found = evaluation.of_run(settings)
-    if found.target != settings.target:  # the training's own
-        reporter.loading(found.target)
-        target = load_target(found.target.name, **found.target.load_options())
+    run_evaluation = evaluation.of_run(settings)
+    if run_evaluation.target != settings.target:  # the training's own
+        reporter.loading(run_evaluation.target)
+        target = load_target(run_evaluation.target.name, **run_evaluation.target.load_options())
         reporter.loaded(target)
-    return evaluation.measure(found, target, inputs.drawn, reporter)
+    return evaluation.measure(run_evaluation, target, inputs.drawn, reporter)

@@ -27,28 +27,28 @@ def settings_from(
 
     target: the run's.  Raises ConfigError for a setting that contradicts those, and as `loading.describe` does.
     """
-    given = {key: value for key, value in section.items() if key != "from"}
+    changes = {key: value for key, value in section.items() if key != "from"}
     if not isinstance(name := section["from"], str):
         raise ConfigError(f"drafter.from must be the folder of a trained drafter, or its Hugging Face id, got {name!r}")
     source = loading.describe(name)
     verifier: Any = sketch(target, revision, trust_remote_code)  # a drafter's settings need no more of a target
     if source.format is None:
-        own = {"kind": source.kind, **checkpoint.config_of(source.manifest, source.folder, verifier)}
+        trained_settings = {"kind": source.kind, **checkpoint.config_of(source.manifest, source.folder, verifier)}
     else:
-        own = reading.settings_of(source.folder, verifier, source.format, source.kind)
-    if given.get("kind", source.kind) != source.kind:
+        trained_settings = reading.settings_of(source.folder, verifier, source.format, source.kind)
+    if changes.get("kind", source.kind) != source.kind:
         raise ConfigError(
-            f"drafter.kind is {given['kind']}, but {name} is of kind {source.kind}; leave out drafter.kind"
+            f"drafter.kind is {changes['kind']}, but {name} is of kind {source.kind}; leave out drafter.kind"
         )
     schema = find(source.kind).Config
-    before = build(schema, own, name).model_dump(mode="json")
-    after = build(schema, {**own, **given}, "drafter").model_dump(mode="json")
-    for key in given:
-        if key in own and key not in FREE and before[key] != after[key]:
+    before = build(schema, trained_settings, name).model_dump(mode="json")
+    after = build(schema, {**trained_settings, **changes}, "drafter").model_dump(mode="json")
+    for key in changes:
+        if key in trained_settings and key not in FREE and before[key] != after[key]:
             raise ConfigError(
                 f"drafter.{key} is {after[key]!r}, but {name} was trained with {before[key]!r}; leave out drafter.{key}"
             )
-    return {"from": name, **own, **given}
+    return {"from": name, **trained_settings, **changes}
 
 
 def take_weights(model: DraftModel, name: str, target: RunTarget) -> None:

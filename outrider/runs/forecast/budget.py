@@ -81,13 +81,17 @@ class Plan(NamedTuple):
 def sizes(kind: str, vocabulary: int) -> dict[str, Any]:
     """Settings of a drafter for a target of so many tokens that is to be trained in minutes; those of other kinds than
     block drafters stay the defaults."""
-    known = find(kind).Config.model_fields
-    if not known.keys() >= SIZES.keys():
+    fields = find(kind).Config.model_fields
+    if not fields.keys() >= SIZES.keys():
         return {}
-    own = SIZES | ({"vocabulary": DRAFTED} if "vocabulary" in known and vocabulary >= 2 * DRAFTED else {})
-    if "nodes" in known:  # a tree of its own, of as many nodes
-        own["nodes"] = own["block"] + sum(own.pop("siblings"))
-    return own | ({"rank": 128} if "rank" in known else {}) | ({"confidence": False} if "confidence" in known else {})
+    settings = SIZES | ({"vocabulary": DRAFTED} if "vocabulary" in fields and vocabulary >= 2 * DRAFTED else {})
+    if "nodes" in fields:  # a tree of its own, of as many nodes
+        settings["nodes"] = settings["block"] + sum(settings.pop("siblings"))
+    return (
+        settings
+        | ({"rank": 128} if "rank" in fields else {})
+        | ({"confidence": False} if "confidence" in fields else {})
+    )
 
 
 def refuse_too_large(target: Sketch) -> None:

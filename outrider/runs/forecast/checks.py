@@ -10,7 +10,7 @@ from outrider import loading
 from outrider.checkpoint import MANIFEST, whole
 from outrider.client.sending.resources import base_of
 from outrider.data.answers.store import ANSWERS, StoredAnswers
-from outrider.data.overlap.decontaminate import Evaluated
+from outrider.data.overlap.decontaminate import EvaluationPrompts
 from outrider.data.sources.conversations import Skipped
 from outrider.data.sources.mixture import NothingLeft, Selection, select
 from outrider.data.split import Openings
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 class Inputs:
     """What the stages of a run read, and what its target's config tells."""
 
-    asked: Selection = field(default_factory=Selection)
+    conversations: Selection = field(default_factory=Selection)
     """The conversations of `prepare`, read from their sources each time they are iterated."""
     skipped: Skipped = field(default_factory=Skipped)
     drawn: Mapping[str, PromptSet] = field(default_factory=dict)
@@ -48,16 +48,16 @@ class Inputs:
 
     def chosen(self, answers: StoredAnswers, settings: RunConfig) -> StoredAnswers:
         """The answers to this run's prompts; all of them where the prompts can't be read any more."""
-        if not len(self.asked):
+        if not len(self.conversations):
             source = settings.prepare.label
             log.warning("%s can't be read: all %d answers in %s train", source, len(answers), settings.answers)
             return answers
-        return answers.to_prompts(self.asked.prompt_hashes)
+        return answers.to_prompts(self.conversations.prompt_hashes)
 
     @property
     def openings(self) -> Openings:
         """How the conversations begin, to split them."""
-        return Openings(self.asked.prompt_hashes, self.asked.openings)
+        return Openings(self.conversations.prompt_hashes, self.conversations.openings)
 
 
 def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
@@ -96,12 +96,12 @@ def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
                 f"set at most {room}"
             )
         if "evaluate" in stages and settings.evaluate and 0 < room < settings.evaluate.max_new_tokens + 2:
-            given = f"evaluate.max_new_tokens {settings.evaluate.max_new_tokens} leaves no room for a prompt"
-            raise ConfigError(f"{given} in the target's context of {room}; choose at most {room - 2}")
-    return Inputs(*_asked(settings, stages), drawn, target, paper)
+            problem = f"evaluate.max_new_tokens {settings.evaluate.max_new_tokens} leaves no room for a prompt"
+            raise ConfigError(f"{problem} in the target's context of {room}; choose at most {room - 2}")
+    return Inputs(*_conversations(settings, stages), drawn, target, paper)
 
 
-def _asked(settings: RunConfig, stages: Collection[str]) -> tuple[Selection, Skipped]:
+def _conversations(settings: RunConfig, stages: Collection[str]) -> tuple[Selection, Skipped]:
     """The run's conversations; none where only training needs them and they can't be read any more."""
     skipped = Skipped()
     if "prepare" in stages:
@@ -131,7 +131,7 @@ def _refuse_missing_sources(settings: RunConfig) -> None:
             _refuse_missing(f"prepare.{key}", source.path, "a file of prompts, a data set, or stdlib:train")
 
 
-def _evaluated(settings: RunConfig) -> Evaluated | None:
+def _evaluated(settings: RunConfig) -> EvaluationPrompts | None:
     """All prompts of the tasks that the run is measured on; None where conversations are not to be compared."""
     config = settings.evaluate
     if config is None or not settings.prepare.decontaminate:
@@ -142,7 +142,7 @@ def _evaluated(settings: RunConfig) -> Evaluated | None:
             prompts[names.task_name(task)] = names.load(task, config.data, config.revisions.get(task)).prompts
         except DataError as error:  # a stage that measures refuses this
             log.warning("conversations are not compared with the prompts of %s: %s", task, error)
-    return Evaluated(prompts)
+    return EvaluationPrompts(prompts)
 
 
 def _check_servers(settings: RunConfig) -> None:
@@ -162,12 +162,14 @@ def _check_evaluation(settings: RunConfig, config: EvaluateConfig, stages: Colle
         return {task: draw(task, config) for task in config.tasks[:1]} if "train" in stages else {}
     if config.quantize is not None:
         library(config.quantize)
-    own = settings.folder / "checkpoint"
-    if settings.train is not None and "train" not in stages and not (whole(own) / MANIFEST).exists():
-        raise ConfigError(f"no checkpoint in {own}; run `outrider train` first, or leave the `train:` section out")
+    checkpoint = settings.folder / "checkpoint"
+    if settings.train is not None and "train" not in stages and not (whole(checkpoint) / MANIFEST).exists():
+        raise ConfigError(
+            f"no checkpoint in {checkpoint}; run `outrider train` first, or leave the `train:` section out"
+        )
     for choice in config.baselines:
         if isinstance(choice, dict):
-            _check_parts(choice, "evaluate.baselines", made=str(own) if "train" in stages else None)
+            _check_parts(choice, "evaluate.baselines", made=str(checkpoint) if "train" in stages else None)
         elif choice not in kinds():
             try:
                 loading.describe(choice)
@@ -191,9 +193,9 @@ def _check_parts(drafter: Mapping[str, Any], where: str, made: str | None = None
             loading.find_folder(part)
 
 
-def _refuse_missing(key: str, name: str, wanted: str) -> None:
+def _refuse_missing(key: str, name: str, remedy: str) -> None:
     if (problem := missing_path(name)) is not None:
-        raise ConfigError(f"{key}: {problem}; give {wanted}")
+        raise ConfigError(f"{key}: {problem}; give {remedy}")
 
 
 def _sketch(settings: RunConfig) -> Sketch | None:

@@ -33,14 +33,14 @@ CHARACTERS = 4
 class Tokens(NamedTuple):
     """Tokens of a run."""
 
-    given: int
+    source: int
     """In the texts of the sources, estimated."""
     answers: int
     """That the target writes, at most."""
 
     @property
     def all(self) -> int:
-        return self.given + self.answers
+        return self.source + self.answers
 
 
 class Way(NamedTuple):
@@ -55,14 +55,14 @@ class Way(NamedTuple):
 def tokens_of(settings: RunConfig, inputs: Inputs) -> Tokens:
     """How many tokens there are, from a few conversations and the target's tokenizer."""
     config = settings.prepare
-    texts = [text for part in inputs.asked.parts for text in part.sample]
+    texts = [text for part in inputs.conversations.parts for text in part.sample]
     try:
         encoded = tokenizer_of(settings.target.name)(texts, add_special_tokens=False)["input_ids"]
         share = sum(map(len, encoded)) / max(1, sum(map(len, texts)))
     except TargetError:
         share = 1 / CHARACTERS
-    given = int(min(inputs.asked.characters * share, len(inputs.asked) * config.length))
-    return Tokens(given, inputs.asked.most_tokens if config.regenerate else 0)
+    source_tokens = int(min(inputs.conversations.characters * share, len(inputs.conversations) * config.length))
+    return Tokens(source_tokens, inputs.conversations.most_tokens if config.regenerate else 0)
 
 
 def bytes_per_token(settings: RunConfig, inputs: Inputs, kind: encodings.Kind) -> float:
@@ -74,8 +74,8 @@ def bytes_per_token(settings: RunConfig, inputs: Inputs, kind: encodings.Kind) -
 
 def num_taps(settings: RunConfig, inputs: Inputs) -> int:
     """Layers that the drafter sees."""
-    given = settings.drafter.get("taps") or inputs.paper.values.get("drafter.taps")
-    return len(given) if given else 0
+    taps = settings.drafter.get("taps") or inputs.paper.values.get("drafter.taps")
+    return len(taps) if taps else 0
 
 
 def ways(settings: RunConfig, inputs: Inputs, tokens: Tokens, passes: float) -> list[Way]:
@@ -100,7 +100,7 @@ def writing_hours(settings: RunConfig, inputs: Inputs, tokens: Tokens) -> float 
     return 2 * inputs.target.parameters * tokens.answers / machine.gflops(settings.prepare.slots) / 3.6e12
 
 
-def choice(found: list[Way], settings: RunConfig, inputs: Inputs, passes: float) -> tuple[str, str]:
+def choice(options: list[Way], settings: RunConfig, inputs: Inputs, passes: float) -> tuple[str, str]:
     """The way that is best here, and why."""
     assert inputs.target is not None
     weights = inputs.target.parameters * getattr(torch, inputs.target.spec.dtype).itemsize
@@ -108,7 +108,7 @@ def choice(found: list[Way], settings: RunConfig, inputs: Inputs, passes: float)
         return "engine", "the target does not fit into this machine's memory"
     if passes <= PASSES_LIVE:
         return "live", f"{passes:.1f} passes over the texts are no more than to store them takes"
-    stored = next(way.disk_bytes for way in found if way.name == "cached")
+    stored = next(way.disk_bytes for way in options if way.name == "cached")
     if stored > free_disk(settings.answers):
         return "live", "the features do not fit on this disk"
     return "cached", f"{passes:.1f} passes over the texts, and the target reads them once"

@@ -32,13 +32,13 @@ class Line(NamedTuple):
 
 def preview(settings: RunConfig, stages: Collection[str], inputs: Inputs) -> list[Line]:
     """What these stages will do.  Writes nothing and reads no weights."""
-    found = [*_target(settings, stages, inputs)]
+    lines_of_run = [*_target(settings, stages, inputs)]
     for stage, lines in (("prepare", _prepare), ("train", _train), ("evaluate", _evaluate)):
         if stage in stages:
-            found += lines(settings, inputs)
+            lines_of_run += lines(settings, inputs)
             if (minutes := settings.usual_minutes.get(stage)) is not None:  # type: ignore[call-overload]
-                found.append(Line(stage, "time where the file was tried", minutes, "minutes"))
-    return found
+                lines_of_run.append(Line(stage, "time where the file was tried", minutes, "minutes"))
+    return lines_of_run
 
 
 def _target(settings: RunConfig, stages: Collection[str], inputs: Inputs) -> Iterator[Line]:
@@ -46,9 +46,9 @@ def _target(settings: RunConfig, stages: Collection[str], inputs: Inputs) -> Ite
     if inputs.target is None:
         yield Line("target", "sizes", "unknown: its config can't be reached")
         return
-    asked, spec = settings.target.dtype, inputs.target.spec
+    requested, spec = settings.target.dtype, inputs.target.spec
     is_cpu = default_device(settings.target.device).type == "cpu"
-    dtype = asked if asked not in (None, "auto") else "float32" if is_cpu and asked is None else spec.dtype
+    dtype = requested if requested not in (None, "auto") else "float32" if is_cpu and requested is None else spec.dtype
     count = inputs.target.parameters
     size_bytes = 1 if settings.target.quantize else getattr(torch, dtype).itemsize
     yield Line("target", "parameters", count)
@@ -60,8 +60,10 @@ def _target(settings: RunConfig, stages: Collection[str], inputs: Inputs) -> Ite
 
 def answers_bytes(settings: RunConfig, inputs: Inputs) -> int:
     """Bytes that the answers take on disk, about."""
-    given = min(inputs.asked.characters // cost.CHARACTERS, len(inputs.asked) * settings.prepare.length)
-    return cost.ID_BYTES * (given + (inputs.asked.most_tokens if settings.prepare.regenerate else 0))
+    source_tokens = min(
+        inputs.conversations.characters // cost.CHARACTERS, len(inputs.conversations) * settings.prepare.length
+    )
+    return cost.ID_BYTES * (source_tokens + (inputs.conversations.most_tokens if settings.prepare.regenerate else 0))
 
 
 def written_bytes(settings: RunConfig, inputs: Inputs) -> int:
@@ -73,12 +75,12 @@ def written_bytes(settings: RunConfig, inputs: Inputs) -> int:
 
 
 def _prepare(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
-    config, used, there = settings.prepare, len(inputs.asked), inputs.asked.available
+    config, used, there = settings.prepare, len(inputs.conversations), inputs.conversations.available
     of = "" if there is None or there == used else f" of {there:,}"
-    done = regenerate.answered(settings.answers, inputs.asked.prompt_hashes)
-    tokens = inputs.asked.most_tokens if done < used else 0
+    done = regenerate.answered(settings.answers, inputs.conversations.prompt_hashes)
+    tokens = inputs.conversations.most_tokens if done < used else 0
     yield Line("prepare", f"from {config.label}", f"{used:,}{of} prompts")
-    for reason, count in inputs.asked.left_out.items():
+    for reason, count in inputs.conversations.left_out.items():
         if reason != NOT_CHOSEN:
             yield Line("prepare", f"not used: {reason}", count)
     if inputs.skipped.reasons:
@@ -108,7 +110,7 @@ def _refused(settings: RunConfig, inputs: Inputs) -> int | None:
         tokenizer = tokenizer_of(settings.target.name)
     except TargetError:
         return None
-    for conversation in inputs.asked:
+    for conversation in inputs.conversations:
         try:
             check_template(tokenizer, conversation, config.enable_thinking, answered=not config.regenerate)
         except DataError:
@@ -120,17 +122,17 @@ def _refused(settings: RunConfig, inputs: Inputs) -> int | None:
 
 def _features(settings: RunConfig, inputs: Inputs, passes: float) -> Iterator[Line]:
     """What the features cost in each way, and which is chosen."""
-    if inputs.target is None or not len(inputs.asked):
+    if inputs.target is None or not len(inputs.conversations):
         return
     tokens, taps = cost.tokens_of(settings, inputs), cost.num_taps(settings, inputs)
     each = ", ".join(f"{cost.bytes_per_token(settings, inputs, kind):,.0f} {kind}" for kind in cost.KINDS)
     yield Line("train", "tokens to read, at most", tokens.all)
     yield Line("train", f"bytes a token, {taps} taps and the final state", each)
-    found = cost.ways(settings, inputs, tokens, passes)
-    for way in found:
+    ways = cost.ways(settings, inputs, tokens, passes)
+    for way in ways:
         yield Line("train", f"features {way.name}: disk, at most", way.disk_bytes, "bytes")
         yield from _hours("train", f"features {way.name}: time of the target", way.hours)
-    name, why = cost.choice(found, settings, inputs, passes)
+    name, why = cost.choice(ways, settings, inputs, passes)
     yield Line("train", "best here", f"{name}: {why}")
 
 
@@ -143,7 +145,7 @@ def _train(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
     assert settings.train is not None
     config, path = settings.train, settings.answers / ANSWERS
     answers = len(inputs.chosen(StoredAnswers.read(path), settings)) if path.exists() else 0
-    texts = max(len(inputs.asked), 1) if answers < len(inputs.asked) else answers
+    texts = max(len(inputs.conversations), 1) if answers < len(inputs.conversations) else answers
     each = config.batch * config.accumulate
     per_pass = math.ceil(texts / each)
     steps = config.steps or math.ceil((config.epochs or 0) * per_pass)

@@ -39,18 +39,18 @@ def samples(file: str | Path, overrides: Sequence[str], count: int) -> Iterator[
     """
     settings, _ = load(file, overrides)
     with located(file, overrides):
-        asked = check(settings, ["prepare"]).asked
+        conversations = check(settings, ["prepare"]).conversations
     tokenizer, path = tokenizer_of(settings.target.name), settings.answers / ANSWERS
     if path.exists():
         for answer in islice(iterate_answers(path), count):
             yield _sample(tokenizer, answer.id, Rendered(list(answer.tokens), answer.learn))
         return
-    yield from _of_sources(tokenizer, asked, count)
+    yield from _of_sources(tokenizer, conversations, count)
 
 
-def _of_sources(tokenizer: Any, asked: Selection, count: int) -> Iterator[Sample]:
-    config = asked.config
-    for one in islice(iter(asked), count):
+def _of_sources(tokenizer: Any, conversations: Selection, count: int) -> Iterator[Sample]:
+    config = conversations.config
+    for one in islice(iter(conversations), count):
         with at_place(one):
             if not config.regenerate:
                 rendered = render(tokenizer, one.messages, config.length, config.enable_thinking, one.tools)

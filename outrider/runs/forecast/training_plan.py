@@ -105,10 +105,10 @@ def fitting(
 ) -> tuple[Costs, Config]:  # fmt: skip
     """As `costs`, and the settings measured: with `recompute` where what is asked to be in memory at once,
     `config.tokens` or a batch, does not fit without."""
-    found, rows = costs(model, config, answers, width), math.ceil((config.tokens or config.batch * width) / width)
-    fits = found.peak_bytes(max(1, rows)) <= (1 - LEFT_FREE) * free_bytes
+    measured, rows = costs(model, config, answers, width), math.ceil((config.tokens or config.batch * width) / width)
+    fits = measured.peak_bytes(max(1, rows)) <= (1 - LEFT_FREE) * free_bytes
     if fits or config.recompute or not recompute(model, False):
-        return found, config
+        return measured, config
     config = config.model_copy(update={"recompute": True})
     return costs(model, config, answers, width), config
 
@@ -157,22 +157,22 @@ def spread(answers: Sequence[Answer], count: int) -> list[Answer]:
     return [ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count)]
 
 
-def planned(found: Costs, step_tokens: int, free_bytes: int | None = None) -> Plan:
+def planned(costs: Costs, step_tokens: int, free_bytes: int | None = None) -> Plan:
     """The largest budget whose batches fit into what is free, up to a whole step of `step_tokens` tokens.
 
     Raises ConfigError where not even one row fits.
     """
     free = machine.free_memory() if free_bytes is None else free_bytes
-    all_rows = max(1, math.ceil(step_tokens / found.width))
-    fits = [rows for rows in range(1, all_rows + 1) if found.peak_bytes(rows) <= (1 - LEFT_FREE) * free]
+    all_rows = max(1, math.ceil(step_tokens / costs.width))
+    fits = [rows for rows in range(1, all_rows + 1) if costs.peak_bytes(rows) <= (1 - LEFT_FREE) * free]
     if not fits:
         raise ConfigError(
-            f"one text of {found.width} tokens takes {found.peak_bytes(1) / 2**20:,.0f} MiB, and "
+            f"one text of {costs.width} tokens takes {costs.peak_bytes(1) / 2**20:,.0f} MiB, and "
             f"{free / 2**20:,.0f} MiB are free; set a lower prepare.length or fewer drafter.anchors"
         )
     batches = math.ceil(all_rows / max(fits))
     rows = math.ceil(all_rows / batches)
-    return Plan(rows * found.width, batches, found.peak_bytes(rows), found.seconds(all_rows))
+    return Plan(rows * costs.width, batches, costs.peak_bytes(rows), costs.seconds(all_rows))
 
 
 # ── of a run file ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -209,17 +209,17 @@ def lines(settings: RunConfig, inputs: Inputs) -> list[Line]:
         raise ConfigError(f"--measure can't build {kind!r} without its target's weights; leave it out")
     device = default_device(settings.target.device)
     config = with_dtype(settings.train, settings.folder, device)
-    own = settings.drafter_config
-    if getattr(own, "init_from_layers", None) is not None:
-        own = own.model_copy(update={"init_from_layers": None})
-    model: DraftModel = module.Model(own, StandIn(inputs.target, device)).to(device)
+    drafter = settings.drafter_config
+    if getattr(drafter, "init_from_layers", None) is not None:
+        drafter = drafter.model_copy(update={"init_from_layers": None})
+    model: DraftModel = module.Model(drafter, StandIn(inputs.target, device)).to(device)
     answers, length = _answers(settings, inputs), min(settings.prepare.length, inputs.target.spec.context)
     width = max(len(answer.tokens) for answer in answers)
     mean = sum(len(answer.tokens) for answer in answers) / len(answers)
     weights = inputs.target.parameters * getattr(torch, inputs.target.spec.dtype).itemsize
     free = machine.free_memory() - weights
-    found, chosen = fitting(model, config, answers, min(width, length), free)
-    plan = planned(found, round(config.batch * config.accumulate * mean), free)
+    measured, chosen = fitting(model, config, answers, min(width, length), free)
+    plan = planned(measured, round(config.batch * config.accumulate * mean), free)
     extra = ", train.recompute=true" if chosen.recompute else ""
     return [
         Line("train", f"measured: memory of a step of {plan.tokens:,} tokens at once", plan.peak_bytes, "bytes"),

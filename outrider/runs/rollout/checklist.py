@@ -50,15 +50,15 @@ class Item(NamedTuple):
 
 def items(run: Run) -> list[Item]:
     """The list, in the order in which it is worked through."""
-    found = []
+    steps = []
     for name, (commands, check) in ITEMS.items():
         state: State = "done"
         try:
             reason = check(run)
         except Unfinished as left:
             state, reason = left.state, left.reason
-        found.append(Item(name, tuple(commands(run)), state, reason))
-    return found
+        steps.append(Item(name, tuple(commands(run)), state, reason))
+    return steps
 
 
 # ── the items ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -75,8 +75,8 @@ def _baseline(run: Run) -> str:
     report = report_of(run.folder / "baseline")
     if report.target != run.target:
         raise Unfinished("out of date", f"it measured {report.target}, and the run's target is {run.target}")
-    measured, wanted = {row.task for row in report.rows}, _tasks(run)
-    if missing := sorted(wanted - measured):
+    measured, expected = {row.task for row in report.rows}, _tasks(run)
+    if missing := sorted(expected - measured):
         raise Unfinished("out of date", f"the candidates were measured on {', '.join(missing)} too")
     best = _best(report.rows)
     if best is None:
@@ -99,8 +99,8 @@ def _candidates_commands(run: Run) -> list[str]:
 def _candidates(run: Run) -> str:
     check_trained(run)
     report = report_of(run.folder)
-    own = [row for row in report.rows if row.drafter == run.kind]
-    best = _best(own)
+    rows = [row for row in report.rows if row.drafter == run.kind]
+    best = _best(rows)
     if best is None:
         raise Unfinished("out of date", f"its report has no row of {run.kind} with a speed-up")
     if run.trains:
@@ -108,7 +108,7 @@ def _candidates(run: Run) -> str:
         if made != report.made:
             since = "was not evaluated since its training" if made is None else f"was evaluated at {made}"
             raise Unfinished("out of date", f"the report is of {report.made}, and the checkpoint {since}")
-    if inexact := next((row for row in own if row.is_inexact and row.lossless is not False), None):
+    if inexact := next((row for row in rows if row.is_inexact and row.lossless is not False), None):
         raise Unfinished("failed", f"on {inexact.task} its text is not the target's own; see `outrider parity`")
     others = _best([*(row for row in report.rows if row.drafter != run.kind), *_baseline_rows(run)])
     if (best.speedup or 0) <= max(1.0, (others.speedup or 0) if others else 0.0):
@@ -135,14 +135,14 @@ def _tune_commands(run: Run) -> list[str]:
     if run.engine is None:
         measured = ("plan", "--target", run.target, "--method", run.draft, "--log", run.log, "--probe", "0")
         return [run.command(*measured, "--measure", "--json", run.folder / "plan.json")]
-    draft, out, found = _served(run), run.folder / "tuned", []
+    draft, out, commands = _served(run), run.folder / "tuned", []
     if draft != run.draft and not _is_exported(run):
-        found += [
+        commands += [
             *_without(run.folder / "export"),
             run.command("export", run.draft, "--to", run.engine, "--out", draft),
         ]
     words = (run.log, "--draft", draft, "--target", run.target, "--engine", run.engine)
-    return [*found, *(_without(out) if _is_stale(run, out) else ()), run.command("tune", *words, "--out", out)]
+    return [*commands, *(_without(out) if _is_stale(run, out) else ()), run.command("tune", *words, "--out", out)]
 
 
 def _without(folder: Path) -> list[str]:
@@ -165,8 +165,8 @@ def _served(run: Run) -> str:
 
 def _exported(run: Run) -> str | None:
     """Checksum of the weights from which the run's export was made."""
-    found = read_manifest(run.folder / "export").get("checksums") or {}
-    return found.get(checkpoint.WEIGHTS)
+    checksums = read_manifest(run.folder / "export").get("checksums") or {}
+    return checksums.get(checkpoint.WEIGHTS)
 
 
 def _is_exported(run: Run) -> bool:
@@ -178,9 +178,9 @@ def _tune(run: Run) -> str:
     if run.engine is None:
         return _planned(run)
     path = run.folder / "tuned" / "tune.json"
-    found = written(path)
-    check_weights(run, found.get("weights"), path)
-    pays = found.get("pays_to")
+    tuning = written(path)
+    check_weights(run, tuning.get("weights"), path)
+    pays = tuning.get("pays_to")
     if pays == 0:
         raise Unfinished("failed", "speculation does not pay at any load that was measured")
     return "it pays at every load that was measured" if pays is None else f"it pays up to {pays} requests at once"
@@ -189,30 +189,30 @@ def _tune(run: Run) -> str:
 def _planned(run: Run) -> str:
     """No engine tunes this kind: the server drafts by times of this machine, which a plan takes."""
     path = run.folder / "plan.json"
-    found = written(path)
+    plan = written(path)
     check_time(run, path.stat().st_mtime, path)
-    if not found.get("measured"):
+    if not plan.get("measured"):
         raise Unfinished("out of date", f"{path} is a plan on paper; times are taken with --measure")
-    if found.get("decision") != "ENABLE":
-        raise Unfinished("failed", f"{found.get('decision')}: {found.get('because')}")
-    return f"depth {found.get('depth')}"
+    if plan.get("decision") != "ENABLE":
+        raise Unfinished("failed", f"{plan.get('decision')}: {plan.get('because')}")
+    return f"depth {plan.get('depth')}"
 
 
 def _parity_commands(run: Run) -> list[str]:
     path = run.folder / "parity.json"
-    own = [run.command("parity", run.folder / "config.yaml", "--temperature", "1", "--json", path)]
+    commands = [run.command("parity", run.folder / "config.yaml", "--temperature", "1", "--json", path)]
     if run.engine in RUN and run.draft != run.kind:
         words = ("--engine", str(run.engine), "--checkpoint", run.draft)
-        own.append(run.command("verify-export", _served(run), *words))
-    return own
+        commands.append(run.command("verify-export", _served(run), *words))
+    return commands
 
 
 def _parity(run: Run) -> str:
     check_trained(run)
     path = run.folder / "parity.json"
-    found = written(path)
-    check_weights(run, found.get("weights"), path)
-    greedy, sampled = found.get("greedy") or {}, found.get("sampled") or {}
+    comparison = written(path)
+    check_weights(run, comparison.get("weights"), path)
+    greedy, sampled = comparison.get("greedy") or {}, comparison.get("sampled") or {}
     for what, outcome in (("greedy", greedy.get("verdict")), ("sampled", sampled.get("verdict"))):
         if outcome in ("bug", "different"):
             raise Unfinished("failed", f"{what} texts are not the target's own: {outcome}")
@@ -227,10 +227,10 @@ def _verified(run: Run) -> str:
         return ""
     check_weights(run, _exported(run), export)
     verified: Mapping[str, Any] = read_manifest(export).get("verified") or {}
-    own = [(name, each) for name, each in verified.items() if name.split()[0] == run.engine]
-    if not own:
+    runs = [(name, each) for name, each in verified.items() if name.split()[0] == run.engine]
+    if not runs:
         raise Unfinished("to do", f"{export} was not verified in {run.engine}")
-    name, last = own[-1]
+    name, last = runs[-1]
     if not last.get("is_equal"):
         raise Unfinished("failed", f"{name} drafts other tokens: {', '.join(last.get('causes') or ()) or 'no cause'}")
     return f"; {name} accepts the same"
@@ -251,21 +251,21 @@ def _canary_commands(run: Run) -> list[str]:
 def _canary(run: Run) -> str:
     check_trained(run)
     path = run.folder / "canary" / "replay.json"
-    found = written(path)
+    replay = written(path)
     try:
-        at_s = datetime.fromisoformat(str(found.get("measured"))).timestamp()
+        at_s = datetime.fromisoformat(str(replay.get("measured"))).timestamp()
     except ValueError:
         at_s = path.stat().st_mtime
     check_time(run, at_s, path)
-    servers = found.get("endpoints") or []
+    servers = replay.get("endpoints") or []
     if len(servers) < 2:
         raise Unfinished("out of date", "it asked one server; a canary compares two, without and with the drafter")
-    if not found.get("is_whole"):
-        raise Unfinished("out of date", f"it was stopped; {found.get('not_sent')} calls were not sent")
+    if not replay.get("is_whole"):
+        raise Unfinished("out of date", f"it was stopped; {replay.get('not_sent')} calls were not sent")
     for server in servers:
         if server["answered"] < server["sent"]:
             raise Unfinished("failed", f"{server['url']} answered {server['answered']} of {server['sent']} calls")
-    ratio = (((found.get("comparisons") or [{}])[0]).get("ratios") or {}).get("e2e_s") or {}
+    ratio = (((replay.get("comparisons") or [{}])[0]).get("ratios") or {}).get("e2e_s") or {}
     if (ratio.get("low") or 0.0) > 1:
         raise Unfinished("failed", f"with the drafter a request takes {ratio['center']:.2f} of its time without")
     faster = f", in {ratio['center']:.2f} of the time" if ratio.get("center") else ""
@@ -280,19 +280,19 @@ def _watch_commands(run: Run) -> list[str]:
 def _watch(run: Run) -> str:
     check_trained(run)
     path = run.folder / "watch.json"
-    found = written(path)
-    watched = found.get("release") or {}
+    reading = written(path)
+    watched = reading.get("release") or {}
     try:
         release = release_of(report_of(run.folder), watched.get("drafter"), watched.get("temperature")).json()
     except DataError as error:
         raise Unfinished("out of date", str(error)) from None
     if json.loads(json.dumps(release)) != watched:
         raise Unfinished("out of date", f"{path} watched another release than {run.folder / 'report.json'}")
-    if found.get("away"):
-        raise Unfinished("failed", f"the server could not be read: {found['away']}")
-    if found.get("alarmed") or found.get("side") in ("below", "above"):
-        raise Unfinished("failed", f"acceptance is {found.get('side') or 'not inside'} the release's interval")
-    if found.get("side") is None:
+    if reading.get("away"):
+        raise Unfinished("failed", f"the server could not be read: {reading['away']}")
+    if reading.get("alarmed") or reading.get("side") in ("below", "above"):
+        raise Unfinished("failed", f"acceptance is {reading.get('side') or 'not inside'} the release's interval")
+    if reading.get("side") is None:
         raise Unfinished("to do", "nothing could be compared: no traffic, or a server that counts other steps")
     return "acceptance is inside the release's interval"
 

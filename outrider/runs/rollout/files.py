@@ -85,8 +85,8 @@ def read(folder: Path, log: str = LOG) -> Run:
 
 def _engine(kind: str, is_folder: bool) -> str | None:
     """The first engine that takes this kind, from a folder or by its name."""
-    for engine, own in ENGINES.items():
-        if kind not in own.methods:
+    for engine, entry in ENGINES.items():
+        if kind not in entry.methods:
             continue
         try:
             return engine if not is_folder else names.chosen(engine, kind).engine
@@ -103,11 +103,11 @@ def written(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise Unfinished("to do", f"there is no {path}")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        assert isinstance(found, dict)
+        content = json.loads(path.read_text(encoding="utf-8"))
+        assert isinstance(content, dict)
     except (OSError, ValueError, AssertionError):
         raise Unfinished("out of date", f"{path} can't be read") from None
-    return found
+    return content
 
 
 def report_of(folder: Path) -> Report:
@@ -126,10 +126,10 @@ def check_trained(run: Run) -> None:
         raise Unfinished("to do", f"there is no checkpoint in {run.draft}")
 
 
-def check_weights(run: Run, found: Any, path: Path) -> None:
+def check_weights(run: Run, checksum: Any, path: Path) -> None:
     """Refuse a file about other weights."""
-    if found != run.weights:
-        which = "names no weights" if found is None else f"is of weights {found}"
+    if checksum != run.weights:
+        which = "names no weights" if checksum is None else f"is of weights {checksum}"
         raise Unfinished("out of date", f"{path} {which}, the checkpoint has {run.weights}")
 
 
