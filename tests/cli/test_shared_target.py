@@ -25,7 +25,7 @@ def test_a_shared_target_needs_a_launcher(folder, capsys):
     for verb in (("decode", "hello"), ("evaluate", "ngram"), ("serve",)):
         assert outrider_with(*verb, "--target", str(folder), "--tensor-parallel", "2") != 0
         said = " ".join(capsys.readouterr().err.split())
-        assert "tensor_parallel 2 needs 2 processes, and there is one; start them by torchrun" in said
+        assert "tensor_parallel 2 needs 2 processes, but there is one; start them with torchrun" in said
 
 
 def test_a_setting_of_the_target_reaches_the_one_that_a_checkpoint_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_a_key_that_is_not_greedy_decoding_is_refused_by_name(configured, monkey
     for key, value in REFUSED.items():
         target = configured(**{key: value})
         for call in (generate, stream):
-            with pytest.raises(ConfigError, match=rf"generation_config\.{key}.*take the key out.*sampling="):
+            with pytest.raises(ConfigError, match=rf"generation_config\.{key}.*remove the key.*sampling="):
                 call(target, [1, 2], max_new_tokens=3)
         assert len(generate(target, [1, 2], max_new_tokens=3, sampling=Sampling())[0].tokens) > 0
         monkeypatch.undo()

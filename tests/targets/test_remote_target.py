@@ -271,8 +271,8 @@ def test_a_text_by_log_probabilities_is_what_generate_writes(address, talker, fo
 
 def test_a_sampling_that_would_not_be_exact_is_refused() -> None:
     refused: list[tuple[Any, Sampling, str]] = [
-        ("probes", Sampling(0.5, presence_penalty=1.0), "presence_penalty can't be had by probes"),
-        ("probes", Sampling(min_new_tokens=2), "min_new_tokens can't be had by probes"),
+        ("probes", Sampling(0.5, presence_penalty=1.0), "presence_penalty can't be used with probes"),
+        ("probes", Sampling(min_new_tokens=2), "min_new_tokens can't be used with probes"),
         ("logprobs", Sampling(1.0), "top_k up to 20"), ("logprobs", Sampling(1.0, top_k=21), "top_k up to 20"),
         ("logprobs", Sampling(presence_penalty=1.2), "without penalties"),
         ("logprobs", Sampling(repetition_penalty=1.2), "need logits"),
@@ -296,7 +296,7 @@ def test_a_drafter_that_needs_the_targets_layers_is_refused_when_it_is_loaded(ta
 def test_an_answer_that_can_not_be_used_is_refused() -> None:
     for choice, problem in (
         ({"text": "a"}, "returned no token ids"),
-        ({"token_ids": [1], "finish_reason": "stop"}, "not among the ends"),
+        ({"token_ids": [1], "finish_reason": "stop"}, "not among the end tokens"),
         ({"token_ids": [3]}, "outside the vocabulary of 3"),
     ):
         rows = DrawnRows(SPEC, frozenset({2}), lambda bodies, own=choice: [own for _ in bodies], Sampling())
@@ -309,8 +309,8 @@ def test_the_note_says_when_drafts_were_slower() -> None:
         return RemoteTexts([RemoteText([1] * tokens)], Traffic(rounds, rounds, 9, tokens, rounds, seconds))
 
     slow = compare(texts(100, 2.0, 40), texts(100, 1.0, 1))
-    assert "slower than plain requests, 0.50 times their speed: a round takes 50 ms and brings 2.5 tokens" in slow
-    assert "beside 100 tokens/s it pays from 5.0 on" in slow
+    assert "slower than plain requests, 0.50 times their speed: a round takes 50 ms and yields 2.5 tokens" in slow
+    assert "against 100 tokens/s it breaks even at 5.0" in slow
     assert "faster than plain requests, 4.00 times" in compare(texts(100, 0.25, 10), texts(100, 1.0, 1))
     assert "\n" in compare(texts(0, 0.0, 0), texts(0, 0.0, 0))
 

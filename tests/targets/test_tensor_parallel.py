@@ -116,7 +116,7 @@ def test_layers_on_disk_decode_what_layers_in_memory_decode(name, targets, plain
 
 def test_options_that_exclude_each_other_are_refused(targets: Path) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"tensor_parallel": 2}, r"needs 2 processes, and there is one; start them by torchrun --nproc-per-node 2"),
+        ({"tensor_parallel": 2}, r"needs 2 processes, but there is one; start them with torchrun --nproc-per-node 2"),
         ({"tensor_parallel": 0}, "must be at least 1, got 0"),
         ({"tensor_parallel": 2, "device": "cpu"}, "can't be used with device 'cpu'"),
         ({"tensor_parallel": 2, "device_map": "auto"}, "can't be used with device_map 'auto'"),

@@ -120,7 +120,7 @@ def test_a_text_with_a_token_that_has_no_embedding_says_so():
     tokenizer = tokenizer_of()
     tokenizer.add_tokens([f"<new {n}>" for n in range(64)])
     target = target_of(tokenizer, 0)
-    with pytest.raises(DataError, match=r"token '<new \d+>' \(\d+\), and the model's embedding has 64 rows: resize"):
+    with pytest.raises(DataError, match=r"token '<new \d+>' \(\d+\), but the model's embedding has 64 rows: resize"):
         target.encode("a <new 63> b")
     assert torch.tensor(target.encode("a <new 2> b")).max() < 64
 

@@ -1,1 +1,1 @@
-"""A target over several devices or processes."""
+"""Targets spread over several devices or processes."""

@@ -1,7 +1,7 @@
-"""Weights that a model does not have whole in memory: a part in each process, or on disk until their layer runs.
+"""Weights that are not whole in memory: split over processes, or on disk until their layer runs.
 
-Tensor parallelism leaves torch's DTensors, of which a process has its part.  A `device_map` leaves tensors without
-values on the meta device, which accelerate's hooks fill for a pass.
+With tensor parallelism they are torch DTensors, of which a process has a part.  With a `device_map` they are on the
+meta device, and accelerate's hooks load them for a pass.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def is_whole(model: nn.Module) -> bool:
 
 
 def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
-    """A weight of a module, whole; where others have parts of it, all must ask."""
+    """A weight of a module, whole; if it is split over processes, all must call this."""
     weight: Tensor = getattr(module, name)
     if isinstance(weight, DTensor):
         whole: Tensor = weight.full_tensor()
         return whole
     if not weight.is_meta:
         return weight
-    from accelerate.utils import align_module_device  # it wrote the hook that knows where the values are
+    from accelerate.utils import align_module_device  # its hook knows where the values are
 
     with align_module_device(module):
         return getattr(module, name).detach().clone()
@@ -49,11 +49,11 @@ def named(model: nn.Module, name: str) -> Tensor:
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """The module itself; where its weights are not whole, a copy with whole ones, for reading."""
+    """The module itself, or if its weights are not whole a read-only copy with whole ones."""
     if all(not is_part(weight) and not weight.is_meta for weight in module.parameters()):
         return module
     there = copy.copy(module)
-    there.__dict__.pop("forward", None)  # it speaks to other processes, or fills weights
+    there.__dict__.pop("forward", None)  # which communicates with other processes, or loads weights
     there._parameters = {
         name: None if weight is None else nn.Parameter(weight_of(module, name), requires_grad=False)
         for name, weight in module._parameters.items()
@@ -63,13 +63,13 @@ def copied(module: nn.Module) -> nn.Module:
 
 
 def device_of(model: Any, name: str) -> torch.device:
-    """Where a model's passes begin and end.  Raises TargetError for an embedding that is on no device, and for a head
-    that shares its weights from another place."""
+    """Where a model's passes begin and end.  Raises TargetError if the embedding is on no device, or if the head is
+    tied to it but placed elsewhere."""
     device = next(iter(model.parameters())).device
     if device.type == "meta":
         raise TargetError(
-            f"the first weights of {name} are on no device by this device_map, but passes begin there; put the "
-            "embedding on a device or on the CPU"
+            f"this device_map puts the first weights of {name} on no device, but passes begin there; put the embedding "
+            "on a device or on the CPU"
         )
     place = (getattr(model, "hf_device_map", None) or {}).get("lm_head", device)
     is_elsewhere = place == "disk" or torch.device(place) != device

@@ -1,8 +1,8 @@
-"""A target whose layers are shared out over processes: transformers' own tensor parallelism, led by the first process.
+"""A target whose layers are split over processes: transformers' own tensor parallelism, led by the first process.
 
-Each process that torchrun started has a part of every layer.  The first one has the text, the drafter, the policy and
-the noise, and decides; before a pass it sends the call to the others, which make the same call on their parts.  They
-draw nothing, time nothing and write nothing, so no two processes can differ in what they chose.
+Each process started by torchrun has a part of every layer.  The first one has the text, the drafter, the policy and the
+noise, and makes all decisions; before a pass it sends the call to the others, which make the same call on their parts.
+They draw, time and write nothing, so processes can't disagree.
 
 R rows of a pass, N drafted nodes, T taps, H hidden size, V vocabulary.
 """
@@ -35,47 +35,47 @@ from outrider.sampling.text import Detokenizer
 from outrider.targets.hf.transformers import TransformersTarget
 
 PATIENCE = timedelta(days=365)
-"""The others wait so long for a call: a server may be idle for days, and of a dead process the connection breaks."""
+"""How long the others wait for a call: a server may be idle for days, and if a process dies the connection breaks."""
 Load = Callable[..., TransformersTarget]
-"""From the options of `load_target` to this process's part of a target."""
+"""Returns this process's part of a target, from the options of `load_target`."""
 
 
 class Calls:
-    """Calls that the first process makes, and the others after it.  Use `join`."""
+    """Calls that the first process makes and the others repeat.  Created by `join`."""
 
     def __init__(self, rank: int, count: int, control: Any):
-        """control: a process group for what is small and on the CPU."""
+        """control: a process group for small objects on the CPU."""
         self.rank, self.count = rank, count
         self.lock = threading.RLock()
-        """Held while a call runs: threads of the first process may not mix theirs."""
+        """Held while a call runs: calls of the first process's threads must not interleave."""
         self._control, self._numbers, self._buffered = control, itertools.count(1), list[tuple[Any, ...]]()
         self._is_sound = True
 
     def number(self) -> int:
-        """A name for a new object that all processes have."""
+        """A new number for an object that all processes have."""
         return next(self._numbers)
 
     def later(self, number: int, method: str, *args: Any) -> None:
-        """A call that speaks to no other process: it goes with the next one that does."""
+        """Queue a call without communication; it is sent with the next one that communicates."""
         with self.lock:
             self._buffered.append((number, method, args))
 
     @contextmanager
     def together(self, number: int, method: str, *args: Any) -> Iterator[None]:
-        """While this is open, the others make this call.  Raises TargetError where one of them is gone."""
+        """Within this context, the others make this call.  Raises TargetError if one of them is gone."""
         with self.lock:
             calls, self._buffered = [*self._buffered, (number, method, args)], []
             self._is_sound = False
             try:
                 self.send(calls)
                 yield
-            except OutriderError:  # the others found the same, and go on
+            except OutriderError:  # raised in the others too, which continue
                 self._is_sound = True
                 raise
             except RuntimeError as error:
                 raise TargetError(
-                    f"a pass of the {self.count} processes that share the target failed ({first_line(error)}); where "
-                    "one of them died its own message says why: start all of them again"
+                    f"a pass of the {self.count} processes that share the target failed ({first_line(error)}); if one "
+                    "of them died, see its own message; start all of them again"
                 ) from error
             self._is_sound = True
 
@@ -87,27 +87,27 @@ class Calls:
         received: list[Any] = [None]
         distributed.broadcast_object_list(received, src=0, group=self._control)
         if received[0] is None:
-            with suppress(RuntimeError):  # the first process may be gone already
+            with suppress(RuntimeError):  # the first process may already be gone
                 distributed.barrier(self._control)
         return received[0]
 
     def end(self) -> None:
-        """Let the others end, unless they wait in a pass that failed here: those end when this process is gone."""
+        """Let the others end, unless they are in a pass that failed here: they end when this process is gone."""
         with suppress(RuntimeError):
             if self._is_sound and distributed.is_initialized():
                 self.send(None)
-                distributed.barrier(self._control)  # else the connection may break before they have read it
+                distributed.barrier(self._control)  # else the connection may close before they have read it
 
 
 @functools.cache
 def join(count: int) -> Calls:
-    """The processes that a launcher started.  Raises ConfigError for another number than `count`."""
+    """Connect the processes that a launcher started.  Raises ConfigError unless there are `count`."""
     place = launched()
     if place is None or place[1] != count:
-        there = "there is one" if place is None else f"a launcher started {place[1]}"
+        problem = "there is one" if place is None else f"a launcher started {place[1]}"
         raise ConfigError(
-            f"tensor_parallel {count} needs {count} processes, and {there}; start them by "
-            f"torchrun --nproc-per-node {count} -m outrider …, or your script in place of -m outrider"
+            f"tensor_parallel {count} needs {count} processes, but {problem}; start them with "
+            f"torchrun --nproc-per-node {count} -m outrider …, or your script instead of -m outrider"
         )
     if not distributed.is_initialized():
         number, here = local()
@@ -122,41 +122,41 @@ def join(count: int) -> Calls:
 
 
 def is_worker(count: int) -> bool:
-    """Whether this process only works for the first one of those that share a target."""
+    """Whether this process shares a target and is not the first one."""
     place = launched()
     return count > 1 and place is not None and place[0] > 0
 
 
 def lead(calls: Calls, load: Load, options: dict[str, Any]) -> TensorParallelTarget:
-    """In the first process: the target, of which all processes load their parts."""
+    """In the first process: load the target, with a part in each process."""
     number = calls.number()
     with calls.together(number, "load", options):
         return TensorParallelTarget(load(**options), calls, number)
 
 
 def work(calls: Calls, load: Load) -> Never:
-    """In every other process: make the first one's calls until it ends; raises SystemExit then."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the first one stops, perhaps after running requests, and says so
+    """In every other process: repeat the first one's calls until it ends, then raise SystemExit."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the first one handles these and tells the others to end
         with suppress(ValueError):  # not the main thread
             signal.signal(number, signal.SIG_IGN)
-    for name in ("outrider", "transformers"):  # the first one warns
+    for name in ("outrider", "transformers"):  # the first one logs warnings
         logging.getLogger(name).setLevel(logging.ERROR)
     objects: dict[int, Any] = {}
     try:
         while (received := calls.receive()) is not None:
             for number, method, args in received:
-                with suppress(OutriderError):  # the first process found the same
+                with suppress(OutriderError):  # raised in the first process too
                     _make(objects, load, number, method, args)
     except RuntimeError as error:
         raise SystemExit(
-            f"error process {calls.rank} of {calls.count} that share a target ends, since the first one is gone or a "
+            f"error process {calls.rank} of {calls.count} that share a target ends because the first one is gone or a "
             f"pass failed: {first_line(error)}"
         ) from None
     raise SystemExit(0)
 
 
 def _make(objects: dict[int, Any], load: Load, number: int, method: str, args: tuple[Any, ...]) -> None:
-    """One call of the first process, on this process's own objects."""
+    """Repeat one call of the first process, on this process's objects."""
     match method:
         case "load":
             objects[number] = load(**args[0])
@@ -171,13 +171,13 @@ def _make(objects: dict[int, Any], load: Load, number: int, method: str, args: t
             getattr(target, method)(objects[cache], rows, tokens.to(target.device), *(_on(one, target) for one in rest))
         case "ends":
             objects[number].copy_to(objects[number].device)
-        case _:  # of a target: read, layer, generate; of a cache: keep, free, cut
+        case _:  # target: read, layer, generate_plainly; cache: keep, append, free
             owner = objects[number]
             getattr(owner, method)(*(_on(one, owner) for one in args))
 
 
 def _on(value: Any, owner: Any) -> Any:
-    """An argument, on the owner's device where it is a tensor or a draft."""
+    """An argument, moved to the owner's device if it is a tensor or a draft."""
     if isinstance(value, Draft):
         return Draft(
             value.tokens.to(owner.device), value.parents.to(owner.device), value.sizes, branches=value.branches
@@ -186,7 +186,7 @@ def _on(value: Any, owner: Any) -> Any:
 
 
 class TensorParallelCache:
-    """The first process's keys and values of every slot; what is done to them the others do too."""
+    """The first process's keys and values of every slot; all changes are repeated in the others."""
 
     def __init__(self, part: Any, calls: Calls, number: int):
         self.part, self.number, self._calls = part, number, calls
@@ -208,7 +208,7 @@ class TensorParallelCache:
 
     @property
     def column_bytes(self) -> int:
-        """Bytes of one token of a slot, in this process; 0 for a cache of the family's own kind."""
+        """Bytes of one token in this process; 0 for the family's own kind of cache."""
         return int(getattr(self.part, "column_bytes", 0))
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
@@ -225,16 +225,16 @@ class TensorParallelCache:
 
 
 class NoModel(TargetError, AttributeError):
-    """No process has the whole model; who can do without it asks by getattr, and finds none."""
+    """No process has the whole model.  An AttributeError, so that getattr with a default works."""
 
 
 class TensorParallelTarget:
-    """A causal LM of which this process has a part, and leads the others.  Made by `load_target`."""
+    """A causal LM split over processes, of which this one leads.  Created by `load_target`."""
 
     def __init__(self, part: TransformersTarget, calls: Calls, number: int):
         self._part, self._calls, self._number = part, calls, number
         self._lenders: dict[torch.device, TransformersTarget] = {}
-        """Embedding and head whole, for drafters, by device."""
+        """Targets with whole embedding and head, for drafters, by device."""
         self.device, self.spec, self.tokenizer, self.mask_token = (
             part.device,
             part.spec,
@@ -281,7 +281,7 @@ class TensorParallelTarget:
     def _together(self, method: str, *args: Any) -> Any:
         return self._calls.together(self._number, method, *args)
 
-    # ── what drafters borrow, whole in this process ───────────────────────────────────────────────────────────────────
+    # ── whole embedding, head and layers for drafters ─────────────────────────────────────────────────────────────────
 
     def _lender(self) -> TransformersTarget:
         with self._calls.lock:
@@ -308,7 +308,7 @@ class TensorParallelTarget:
         return self._lender().embedding_rows(tokens)
 
     def copy_to(self, device: torch.device) -> TensorParallelTarget:
-        """This target for a drafter on another device, which borrows embedding and head."""
+        """This target with embedding and head on another device, for a drafter there."""
         there = copy.copy(self)
         there.device, there._lenders = device, {}
         return there
@@ -318,11 +318,11 @@ class TensorParallelTarget:
         with self._together("layer", index):
             return self._part.layer(index)
 
-    # ── what needs no pass ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── without a pass ────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def ends(self) -> frozenset[int]:
-        """Token ids that end a text, as the model names them, unless others were set here."""
+        """Token ids that end a text: the model's, unless set here."""
         return self._part.ends
 
     @ends.setter
@@ -349,9 +349,9 @@ class TensorParallelTarget:
 
     @property
     def model(self) -> Never:
-        """Raises TargetError: this process has a part, whose passes alone would wait for ever."""
+        """Raises TargetError: a pass of this process's part alone would hang."""
         raise NoModel(
-            f"{self.spec.name} is shared out over {self._calls.count} processes, and this needs all of its weights; "
+            f"{self.spec.name} is split over {self._calls.count} processes, and this needs all of its weights; "
             "load it without tensor_parallel"
         )
 
@@ -360,9 +360,9 @@ class TensorParallelTarget:
         return self._part.compile()
 
     def check_probe(self) -> None:
-        """Raises TargetError: a probe's embeddings are in this process alone."""
+        """Raises TargetError: only this process has a probe's embeddings."""
         raise TargetError(
-            f"{self.spec.name} is shared out over processes and takes no probe; draft without one, or load it without "
+            f"{self.spec.name} is split over processes and can't run a probe; draft without one, or load it without "
             "tensor_parallel"
         )
 

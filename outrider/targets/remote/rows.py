@@ -1,7 +1,7 @@
-"""Rows of a verified pass that a server computes, by log probabilities of its prompt or by what it draws.
+"""Rows of a verified pass computed by a server, from log probabilities of its prompt or from the tokens it draws.
 
-Everything is in token ids: a text that is encoded again at the seam may have other tokens.  B live slots, N drafted
-nodes, V vocabulary; row 0 follows the anchor, row n + 1 follows node n.
+Everything is in token ids, since text that is encoded again may have other tokens.  B live slots, N drafted nodes, V
+vocabulary; row 0 follows the anchor, row n + 1 follows node n.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from outrider.sampling.settings import Sampling
 from outrider.targets.protocol import TargetSpec
 
 Ask = Callable[[Sequence[dict[str, Any]]], Sequence[Mapping[str, Any]]]
-"""From bodies of completions to the first choice of each answer, in the same order; all are sent at once."""
+"""From bodies of completion requests, all sent at once, to the first choice of each answer, in the same order."""
 TOKEN_ID = "token_id:"
-"""What vLLM writes before an id that stands for a token's text."""
+"""vLLM's prefix of an id in place of a token's text."""
 IDLE = Sampling()
 """Settings that change nothing."""
 PREFIX = ("presence_penalty", "frequency_penalty", "bad_words", "min_new_tokens", "processors", "grammar")
-"""Settings that depend on where the output begins, or are functions of ours."""
+"""Settings that depend on where the output begins, or are Python functions."""
 
 
 class RemoteCache:
-    """Every slot's text up to its anchor: a request has all of it, and a server stores nothing for us."""
+    """Every slot's text up to its anchor: each request contains all of it, and the server stores nothing for us."""
 
     def __init__(self, slots: int, length: int):
         self.slots, self.length = slots, length
         self.texts: list[list[int]] = [[] for _ in range(slots)]
         self._pass: list[tuple[int, list[int]]] = []
-        """Of the open pass: each live slot, its anchor and its drafted tokens."""
+        """In the open pass, each live slot with its anchor and drafted tokens."""
 
     def read(self, rows: Sequence[int], tokens: Tensor, lengths: Sequence[int]) -> None:
         """Add one chunk [R, S] of prompts, right-padded."""
@@ -60,7 +60,7 @@ class RemoteCache:
 
 
 class RemoteRows(ABC):
-    """A server as the loop's target, for requests of one `Sampling`; a subclass says what a row is asked by."""
+    """A server as the loop's target, for requests with one `Sampling`; subclasses define how rows are requested."""
 
     def __init__(self, spec: TargetSpec, ends: frozenset[int], ask: Ask, sampling: Sampling):
         self.spec, self.ends, self.device, self._ask, self.sampling = spec, ends, torch.device("cpu"), ask, sampling
@@ -70,11 +70,11 @@ class RemoteRows(ABC):
     @property
     @abstractmethod
     def own_sampling(self) -> Sampling:
-        """What is left to do here, for the judge."""
+        """The sampling that the judge applies here."""
 
     @abstractmethod
     def scores(self, texts: Sequence[list[int]], draft: Draft) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, N+1, V], and the tokens [B, N+1] where the server chose them.  texts: up to the anchor."""
+        """Logits [B, N+1, V], and the tokens [B, N+1] if the server chose them.  texts: up to the anchor."""
 
     def allocate(self, slots: int, length: int) -> RemoteCache:
         return RemoteCache(slots, length)
@@ -82,7 +82,7 @@ class RemoteRows(ABC):
     def prefill(
         self, cache: RemoteCache, rows: Sequence[int], tokens: Tensor, lengths: Sequence[int], taps: tuple[int, ...]
     ) -> Scores:
-        """No request is sent: a server reads a prompt with the first pass.  Its logits are not known and are 0."""
+        """Sends no request: the server reads the prompt with the first pass.  The logits are unknown and set to 0."""
         cache.read(rows, tokens, lengths)
         return Scores(torch.zeros(()).expand(len(rows), 1, self.spec.vocabulary), torch.empty(len(rows), 1, 0), None)
 
@@ -95,7 +95,7 @@ class RemoteRows(ABC):
         return Scores(logits, torch.empty(*logits.shape[:2], 0), None, choice)
 
     def reached(self, draft: Draft, b: int) -> Iterator[tuple[int, list[int]]]:
-        """A slot's rows that can matter, and the drafted tokens down to each; none under an end or an unknown id."""
+        """A slot's relevant rows, and the drafted tokens down to each; none below an end token or an invalid id."""
         paths: dict[int, list[int]] = {-1: []}
         yield 0, []
         for n, token in enumerate(draft.ids[b][: draft.live[b]]):
@@ -106,40 +106,40 @@ class RemoteRows(ABC):
             yield n + 1, paths[n]
 
     def token_of(self, choice: Mapping[str, Any]) -> int:
-        """The one token that a server wrote.  Raises TargetError where its id is not there, or can't be used."""
+        """The one token that a server generated.  Raises TargetError if its id is missing or unusable."""
         tokens = choice.get("token_ids")
         if not tokens:
             raise TargetError(
-                f"{self.spec.name} returned no token ids, which remote verification needs; use a server that knows "
+                f"{self.spec.name} returned no token ids, which remote verification needs; use a server that supports "
                 "return_token_ids, such as vLLM, SGLang or outrider serve"
             )
         token = int(tokens[0])
         if choice.get("finish_reason") == "stop" and token not in self.ends:
             raise TargetError(
-                f"{self.spec.name} ends a text at token {token}, which is not among the ends {sorted(self.ends)} here; "
-                "give all of them as ends"
+                f"{self.spec.name} ends a text at token {token}, which is not among the end tokens "
+                f"{sorted(self.ends)}; pass all of them as ends"
             )
         return self.checked(token)
 
     def checked(self, token: int) -> int:
         if not 0 <= token < self.spec.vocabulary:
             raise TargetError(
-                f"{self.spec.name} knows token {token}, outside the vocabulary of {self.spec.vocabulary} that it is "
-                "believed to have; give the model's own size as vocabulary"
+                f"{self.spec.name} returned token {token}, outside its supposed vocabulary of {self.spec.vocabulary}; "
+                "pass the model's own size as vocabulary"
             )
         return token
 
 
-# ── what the server draws ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── tokens drawn by the server ────────────────────────────────────────────────────────────────────────────────────────
 
 
 class DrawnRows(RemoteRows):
-    """One request of one token for each row: what the server draws there is the target's token.
+    """One request of one token for each row; the token that the server draws is the target's.
 
-    The loop goes on while a drafted token is the one that was drawn, and emits drawn tokens alone.  That is exact where
-    draws of different rows are independent of each other and of the draft.  A seed would make them dependent: with one
-    seed for all, rows with the same distribution draw the same token.  So every position of a text has a seed of its
-    own, and a seeded text is the same whatever was drafted.
+    A drafted token is accepted if it is the one drawn, and only drawn tokens are emitted.  That is exact if draws of
+    different rows are independent of each other and of the draft.  One seed for all would make them dependent: rows
+    with the same distribution would draw the same token.  So every position of a text has its own seed, and a seeded
+    text is the same whatever was drafted.
     """
 
     @classmethod
@@ -148,13 +148,13 @@ class DrawnRows(RemoteRows):
         wrong = [name for name in (*PREFIX, "typical_p", "logprobs") if getattr(sampling, name) != getattr(IDLE, name)]
         if wrong:
             raise ConfigError(
-                f"{' and '.join(wrong)} can't be had by probes, for which earlier output is part of the prompt; leave "
-                "it out, or ask the server plainly"
+                f"{' and '.join(wrong)} can't be used with probes, for which earlier output is part of the prompt; "
+                "leave it out, or use the server without drafts"
             )
 
     @property
     def own_sampling(self) -> Sampling:
-        """Greedy: the server's draws are taken as they are, and the likeliest drafts match most often."""
+        """Greedy: the server's draws are used as they are, and the likeliest drafts match most often."""
         return IDLE
 
     def scores(self, texts: Sequence[list[int]], draft: Draft) -> tuple[Tensor, Tensor]:
@@ -173,7 +173,7 @@ class DrawnRows(RemoteRows):
 
 
 def settings_of(sampling: Sampling) -> dict[str, Any]:
-    """Fields of a completion, all of them: a server takes those that are missing from the model's generation_config."""
+    """All sampling fields of a completion request: a server takes missing ones from the model's generation_config."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     fields: dict[str, Any] = {name: getattr(sampling, name) for name in names}
     if sampling.biases:
@@ -190,11 +190,11 @@ def seed_at(seed: int, position: int) -> int:
 
 
 class LogprobRows(RemoteRows):
-    """One request for each slot, prompt and draft together: the server's log probabilities are the rows' logits.
+    """One request for each slot, with prompt and draft: the server's log probabilities are the rows' logits.
 
-    They are the model's own, before any setting, so temperature and cuts are applied here, by the same judge as for a
-    local target.  `count` of them come for each row: enough for greedy decoding and for a top_k that is not larger; all
-    of them (-1, where the server allows it) are enough for everything.
+    They are the model's own, before any setting, so temperature and truncation are applied here, by the same judge as
+    for a local target.  There are `count` for each row: enough for greedy decoding and for top_k up to `count`; all of
+    them (-1, if the server allows it) are enough for everything.
     """
 
     def __init__(self, spec: TargetSpec, ends: frozenset[int], ask: Ask, sampling: Sampling, count: int):
@@ -204,11 +204,11 @@ class LogprobRows(RemoteRows):
     @classmethod
     def check(cls, sampling: Sampling, count: int) -> None:
         """Raises ConfigError for settings that need more than the `count` likeliest tokens of a row, or the logits."""
-        # a log probability is a logit minus a number that is unknown here, and these two are not indifferent to it
+        # a log probability is a logit minus an unknown constant, which changes the result of these two
         if sampling.repetition_penalty != 1 or sampling.processors:
             raise ConfigError(
-                "repetition_penalty and processors need logits, and a server tells log probabilities; leave them out"
-                ", or use method='probes' for a repetition_penalty"
+                "repetition_penalty and processors need logits, but a server returns log probabilities; leave them "
+                "out, or use method='probes' for a repetition_penalty"
             )
         if count == -1:
             return
@@ -229,7 +229,7 @@ class LogprobRows(RemoteRows):
         paths = [list(self.reached(draft, b))[-1][1] for b in range(slots)]
         answers = self._ask([self._body([*text, *path]) for text, path in zip(texts, paths, strict=True)])
         logits = torch.full((slots, nodes + 1, self.spec.vocabulary), -torch.inf)
-        logits[..., 0] = 0  # rows that can't matter: any token, so that they are distributions
+        logits[..., 0] = 0  # irrelevant rows: any token, so that they are distributions
         for b, answer in enumerate(answers):
             self.token_of(answer)
             for n, row in enumerate(rows_of(answer, len(texts[b]), len(paths[b]), self.spec.name)):
@@ -243,10 +243,10 @@ class LogprobRows(RemoteRows):
 
 
 def rows_of(choice: Mapping[str, Any], begin: int, drafted: int, name: str) -> list[dict[int, float]]:
-    """Log probabilities by token of the rows after the anchor and after each drafted token, as vLLM writes them.
+    """Log probabilities by token for the rows after the anchor and after each drafted token, in vLLM's format.
 
-    begin: tokens before the draft.  Those that predict drafted tokens stand with the prompt, the last with the one
-    token that was written.  Raises TargetError where they are not there.
+    begin: number of tokens before the draft.  Those for drafted tokens are part of the prompt's, the last are with the
+    generated token.  Raises TargetError if they are missing.
     """
     try:
         prompt = choice["prompt_logprobs"][begin : begin + drafted] if drafted else []
@@ -262,6 +262,6 @@ def rows_of(choice: Mapping[str, Any], begin: int, drafted: int, name: str) -> l
 
 def _unreadable(name: str, reason: object) -> TargetError:
     return TargetError(
-        f"the log probabilities of {name} can't be read ({reason!r}); use a vLLM that knows prompt_logprobs and "
+        f"the log probabilities of {name} can't be read ({reason!r}); use a vLLM that supports prompt_logprobs and "
         "return_tokens_as_token_ids, or method='probes'"
     )

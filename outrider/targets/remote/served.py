@@ -1,7 +1,7 @@
-"""A target that a server runs: config, tokenizer and ends are here, its layers are not.
+"""A target run by a server: config, tokenizer and end tokens are local, its layers are not.
 
-Enough to ask the server, to keep its answers, and to train on states that an engine wrote.  Embedding, final norm and
-output layer are read when they are asked for, from a checkpoint with its first layer alone.
+Enough to send requests, to store the answers, and to train on an engine's states.  Embedding, final norm and output
+layer are loaded when first used, from a checkpoint reduced to its first layer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outrider.targets.text.prompts import ids_of
 
 
 class ServedTarget:
-    """Stands for a target whose passes are run elsewhere.  Made by `load_served`."""
+    """A target whose passes run elsewhere.  Created by `load_served`."""
 
     def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None, **how: Any):
         """model: on the meta device.  how: `stored`, the hash of its weights, `device`, `dtype`, `quantize`,
@@ -46,7 +46,7 @@ class ServedTarget:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters, none of which is here."""
+        """The number of parameters."""
         return int(self._model.num_parameters())
 
     def encode(self, prompt: Any, thinking: bool | None = None) -> list[int]:
@@ -54,26 +54,26 @@ class ServedTarget:
         return ids_of(prompt, self.tokenizer, self.spec.vocabulary, {}, thinking)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of these ids, special tokens left out; empty without a tokenizer."""
+        """The text of these ids, without special tokens; empty without a tokenizer."""
         return "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     @functools.cached_property
     def detokenizer(self) -> Detokenizer | None:
-        """How its ids become text, for texts that grow; None without a tokenizer."""
+        """Incremental `decode`, for streamed text; None without a tokenizer."""
         return None if self.tokenizer is None else detokenizer(self.tokenizer, self.spec.vocabulary)
 
-    # ── its two ends ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── embedding, final norm and head ────────────────────────────────────────────────────────────────────────────────
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[..., H], the family's scale applied."""
+        """Embeddings [..., H], with the family's scale."""
         return self._ends.embed(tokens)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """[..., V], the family's soft-cap and scale applied."""
+        """Logits [..., V], with the family's scale and soft cap."""
         return self._ends.head(hidden)
 
     def finish(self, states: Tensor) -> Tensor:
-        """Hidden states [..., H] after the final norm, of the last layer's."""
+        """Hidden states [..., H] after the final norm, from those of the last layer."""
         return self._ends.finish(states)
 
     def head_rows(self, tokens: Tensor) -> Tensor:
@@ -88,12 +88,12 @@ class ServedTarget:
         return self._ends.embedding_rows(tokens)
 
     def copy_to(self, device: torch.device) -> TransformersTarget:
-        """Its ends on another device."""
+        """Embedding, final norm and head on another device."""
         return self._ends.copy_to(device)
 
     @functools.cached_property
     def _ends(self) -> TransformersTarget:
-        """The model with one layer.  Raises TargetError where its weights are out of reach."""
+        """The model with one layer.  Raises TargetError if its weights can't be loaded."""
         how, name = self._how, self.spec.name
         try:
             with no_reports():
@@ -108,15 +108,15 @@ class ServedTarget:
         except (ImportError, KeyError, OSError, RuntimeError, ValueError) as error:
             raise TargetError(
                 f"an engine's states need the embedding, the final norm and the output layer of {name}, which can't be "
-                f"read: {first_line(error)}; put its safetensors files into that folder, of which no more is loaded"
+                f"read: {first_line(error)}; put its safetensors files into that folder (only these parts are loaded)"
             ) from error
 
-    # ── what needs its layers ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── passes and layers, which are not here ─────────────────────────────────────────────────────────────────────────
 
     def _refused(self, *_: Any, **__: Any) -> Never:
-        """Raises TargetError: a pass, or a layer, is asked for."""
+        """Raises TargetError: passes and layers need the weights."""
         raise TargetError(
-            f"a pass of {self.spec.name}, or a layer of it, is wanted, but its weights are not loaded here; leave out "
+            f"this needs a pass or a layer of {self.spec.name}, whose weights are not loaded here; leave out "
             "prepare.servers, set prepare.features to live or cached, or leave out what copies its layers"
         )
 
@@ -127,16 +127,16 @@ def load_served(
     name: str, *, device: str | None = None, dtype: str | None = None, quantize: str | None = None,
     revision: str | None = None, trust_remote_code: bool = False,
 ) -> ServedTarget:  # fmt: skip
-    """A target by its config and tokenizer: `demo`, `smollm2`, a folder that may hold no weights, or a Hugging Face id.
+    """A target from its config and tokenizer: `demo`, `smollm2`, a folder, also without weights, or a Hugging Face id.
 
-    The settings are those of `load_target`, so that what both make belongs to the same target.
-    Raises TargetError where config or tokenizer can't be read.
+    The settings are those of `load_target`, so that both give the same target.  Raises TargetError if config or
+    tokenizer can't be read.
     """
     path = catalog.checkpoint(name)
     if locate(path, revision) is not None:
         raise TargetError(
-            f"target {name!r} is a GGUF file, whose states no server sends; leave out prepare.servers, or name the "
-            "checkpoint that the server has"
+            f"target {name!r} is a GGUF file, whose states no server sends; leave out prepare.servers, or give the "
+            "checkpoint that the server runs"
         )
     pinned: dict[str, Any] = {} if revision is None else {"revision": revision}
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -169,17 +169,17 @@ def load_served(
 
 
 RunTarget = TransformersTarget | ServedTarget
-"""What prepare and training take."""
+"""The targets of prepare and training."""
 
 
 def stores_weights(name: str) -> bool:
-    """Whether a folder has files of weights; True for `demo` and what is no folder."""
+    """Whether a folder has files of weights; True for `demo` and anything that is not a folder."""
     folder = Path(name)
     return not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
 
 
 def _shortened(config: Any) -> Any:
-    """The config of the same model with its first layer alone."""
+    """The config of the same model with only its first layer."""
     short = copy.deepcopy(config)
     text = short.get_text_config(decoder=True)
     for key, value in list(vars(text).items()):

@@ -1,8 +1,8 @@
-"""A target behind HTTP: drafts made here are verified by a server that speaks OpenAI's completions.
+"""A target behind HTTP: a server with OpenAI's completions API verifies local drafts.
 
-The loop is the same as for a local target, and so are drafters, policies, ends and stop strings; `remote_rows` says how
-a server verifies.  What a round costs is another matter: a request goes there and back, and the server reads the prompt
-again unless it stores it.  So `plain` asks the same without drafts, and `compare` says which was faster.
+Loop, drafters, policies, end tokens and stop strings are those of a local target; see `remote.rows` for how a server
+verifies.  A round costs a round trip, and the server reads the prompt again unless it caches it.  So `plain` sends the
+same requests without drafts, and `compare` says which was faster.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from outrider.targets.text.prompts import Prompt, ids_of, is_chat, listed
 
 Method = Literal["probes", "logprobs"]
 UNLIMITED = 2**31 - 1
-"""Context of a model that says nothing of it; the server refuses what is too long."""
+"""Context of a model whose context is unknown; the server refuses longer texts."""
 AT_ONCE = 64
-"""Most requests that are sent at the same time."""
-ADVICE = "take a drafter that reads tokens alone, such as ngram, suffix or small_model"
+"""Most concurrent requests."""
+ADVICE = "use a drafter that reads only tokens, such as ngram, suffix or small_model"
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What went between here and the server."""
+    """Traffic with the server."""
 
     requests: int = 0
     attempts: int = 0
-    """Requests, and those that were sent again."""
+    """Requests, retries included."""
     sent: int = 0
     """Tokens of prompts."""
     received: int = 0
-    """Tokens of answers, those that were of no use among them."""
+    """Tokens of answers, used or not."""
     rounds: int = 0
-    """Times that requests were sent and waited for, one after another."""
+    """Sequential round trips."""
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class RemoteText:
 
 @dataclass(frozen=True, slots=True)
 class RemoteTexts:
-    """Continuations in the order of the prompts, and what they cost."""
+    """Continuations in the order of the prompts, and the traffic."""
 
     texts: list[RemoteText]
     traffic: Traffic
@@ -89,21 +89,21 @@ class RemoteTexts:
 
 
 class RemoteTarget:
-    """A model that a server has.  Drafters that read tokens alone can draft for it; `load_drafter` takes it."""
+    """A model on a server, for drafters that read only tokens; `load_drafter` takes it."""
 
     def __init__(
         self, server: str | Client, tokenizer: Any = None, *, model: str | None = None, api_key: str | None = None,
         method: Method = "probes", logprobs: int = 20, vocabulary: int | None = None, context: int | None = None,
         ends: Iterable[int] | None = None,
     ):  # fmt: skip
-        """server: the address of its API, such as http://127.0.0.1:8000/v1, or a client with limits of its own.
+        """server: the address of its API, such as http://127.0.0.1:8000/v1, or a client with its own limits.
 
-        tokenizer: the model's own, or its folder or Hugging Face id, where the model's config gives vocabulary, context
-        and ends unless they are given here; None for prompts that are token ids.
+        tokenizer: the model's own, or its folder or Hugging Face id, whose config then gives the defaults of
+        vocabulary, context and ends; None if prompts are token ids.
         method: `probes`, one request of one token for the anchor and each drafted node, on any server that takes and
-        returns token ids; or `logprobs`, one request for each text, on vLLM.  logprobs: how many of a row are asked for
-        in the second, at most the server's --max-logprobs; -1 for all.
-        Raises TargetError for a tokenizer that can't be loaded, ConfigError for sizes that nothing says.
+        returns token ids; or `logprobs`, one request for each text, on vLLM.  logprobs: number per row for the latter,
+        at most the server's --max-logprobs; -1 for all.
+        Raises TargetError if the tokenizer can't be loaded, ConfigError if the vocabulary is unknown.
         """
         if method not in ("probes", "logprobs"):
             raise ConfigError(f"method must be 'probes' or 'logprobs', got {method!r}")
@@ -113,7 +113,7 @@ class RemoteTarget:
         self.tokenizer, described = _described(tokenizer)
         vocabulary = vocabulary or described.get("vocabulary")
         if vocabulary is None:
-            raise ConfigError("nothing says how many tokens the server's model has; give vocabulary, or a tokenizer")
+            raise ConfigError("the vocabulary of the server's model is unknown; pass vocabulary or a tokenizer")
         self.ends = frozenset(described.get("ends", ()) if ends is None else ends)
         self.client = server if isinstance(server, Client) else Client(server, model=model, api_key=api_key)
         self._is_own_client = self.client is not server
@@ -135,13 +135,13 @@ class RemoteTarget:
         self.close()
 
     def close(self) -> None:
-        """Close the connections; a client that was given stays open."""
+        """Close the connections; a client passed to the constructor stays open."""
         self._pool.shutdown(cancel_futures=True)
         if self._is_own_client:
             self.client.close()
 
     def encode(self, prompt: Any) -> list[int]:
-        """Token ids of a text, of chat messages through the chat template, or of ids given as they are."""
+        """Token ids of a text or of chat messages (through the chat template); token ids are returned unchanged."""
         return ids_of(prompt, self.tokenizer, self.spec.vocabulary, {})
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -149,19 +149,19 @@ class RemoteTarget:
         return "" if self.detokenizer is None else self.detokenizer.decode(tokens)
 
     def read(self, tokens: Any, taps: Any) -> Never:
-        """Raises DrafterError: a drafter asks for hidden states."""
+        """Raises DrafterError: a server sends no hidden states."""
         raise DrafterError(f"{self.spec.name} is a server, which sends no hidden states; {ADVICE}")
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt], drafter: Drafter | None = None, *, max_new_tokens: int,
         sampling: Sampling | None = None, stop: Sequence[str] = (), policy: str | Policy | None = None, slots: int = 16,
     ) -> RemoteTexts:  # fmt: skip
-        """Continue every prompt by drafts that the server verifies; the text is what its model would have written.
+        """Continue every prompt with drafts that the server verifies; the text is distributed as its model's.
 
-        sampling: greedy unless given.  With `probes` the server applies it, in its own order; with `logprobs` it is
-        applied here, and a seed gives the text that `outrider.generate` gives.  Other arguments are as there.
-        Raises ConfigError for a sampling that the method can't follow, DrafterError for a drafter that reads hidden
-        states, TargetError for answers that can't be used, ClientError where a request fails.
+        sampling: default greedy.  With `probes` the server applies it, in its own order; with `logprobs` it is applied
+        here, and a seed gives the same text as `outrider.generate`.  The other arguments are as there.
+        Raises ConfigError for a sampling that the method does not support, DrafterError for a drafter that reads hidden
+        states, TargetError for unusable answers, ClientError if a request fails.
         """
         _check_slots(slots)
         drafter, wire = drafter or Drafter(), _Wire(self.client, self._pool)
@@ -185,9 +185,9 @@ class RemoteTarget:
         self, prompts: Prompt | Iterable[Prompt], *, max_new_tokens: int, sampling: Sampling | None = None,
         stop: Sequence[str] = (), slots: int = 16,
     ) -> RemoteTexts:  # fmt: skip
-        """Continue every prompt by one request each, `slots` of them at once: what `generate` is compared with.
+        """Continue every prompt with one request each, `slots` at once: the baseline for `generate`.
 
-        A seed is the server's own here, so a sampled text is another one than `generate`'s.
+        A seed is passed to the server, so a sampled text differs from `generate`'s.
         """
         _check_slots(slots)
         sampling = sampling or IDLE
@@ -210,7 +210,7 @@ class RemoteTarget:
         return RemoteTexts(texts or [RemoteText() for _ in requests], wire.traffic)
 
     def _rows(self, sampling: Sampling, wire: _Wire) -> RemoteRows:
-        """The loop's target for requests of this sampling."""
+        """The loop's target for requests with this sampling."""
         sampling.check(self.spec.vocabulary)
         if self.method == "probes":
             DrawnRows.check(sampling)
@@ -236,9 +236,9 @@ class RemoteTarget:
 
 
 def compare(drafted: RemoteTexts, plain: RemoteTexts) -> str:
-    """What both took, and where drafts were slower, how many tokens a round must bring to pay.
+    """The traffic of both, which was faster, and how many tokens per round break even.
 
-    Rounds of several texts are compared by the tokens of all of them.
+    Tokens per round count those of all texts in it.
     """
     with_drafts, without = drafted.traffic, plain.traffic
     lines = [f"drafted  {drafted.tokens:,} tokens in {with_drafts}", f"plain    {plain.tokens:,} tokens in {without}"]
@@ -250,7 +250,7 @@ def compare(drafted: RemoteTexts, plain: RemoteTexts) -> str:
     how = "faster" if ratio > 1 else "slower"
     lines.append(
         f"drafts were {how} than plain requests, {ratio:.2f} times their speed: a round takes {1e3 * round_s:.0f} ms "
-        f"and brings {brought:.1f} tokens; beside {rate:.0f} tokens/s it pays from {rate * round_s:.1f} on"
+        f"and yields {brought:.1f} tokens; against {rate:.0f} tokens/s it breaks even at {rate * round_s:.1f}"
     )
     return "\n".join(lines)
 
@@ -281,7 +281,7 @@ class _Wire:
 
 
 def _described(tokenizer: Any) -> tuple[Any, dict[str, Any]]:
-    """The tokenizer, and what it and the configs beside it say: vocabulary, context and ends, where they do."""
+    """The tokenizer, and vocabulary, context and ends as far as it and the configs beside it say them."""
     if tokenizer is None:
         return None, {}
     of_configs: dict[str, Any] = {}
@@ -297,12 +297,13 @@ def _described(tokenizer: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _of_configs(name: str) -> dict[str, Any]:
-    """What a folder's config.json and generation_config.json say; nothing where they are not there."""
-    fields: dict[str, Any] = {}
+    """Vocabulary, context and ends from a GGUF file or a folder's configs; empty if these are missing."""
     if (files := locate(name)) is not None:
         config, parts = gguf.described(name, files)
-        fields = {"vocabulary": config.vocab_size, "context": config.max_position_embeddings}
-        return fields | {"ends": ends_in(parts.keys)}
+        return {
+            "vocabulary": config.vocab_size, "context": config.max_position_embeddings, "ends": ends_in(parts.keys),
+        }  # fmt: skip
+    fields: dict[str, Any] = {}
     try:
         config = AutoConfig.from_pretrained(name).get_text_config()
         fields |= {"vocabulary": config.vocab_size, "context": getattr(config, "max_position_embeddings", None)}
@@ -310,7 +311,7 @@ def _of_configs(name: str) -> dict[str, Any]:
         if ends is not None:
             fields["ends"] = torch.as_tensor(ends).flatten().tolist()
     except (OSError, ValueError, AttributeError):
-        pass  # a tokenizer alone
+        pass  # only a tokenizer
     return fields
 
 

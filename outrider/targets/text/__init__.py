@@ -1,1 +1,1 @@
-"""Where text becomes tokens and back: templates, turns, end tokens, vocabularies, and texts that grow."""
+"""Text to tokens and back: chat templates, turns, end tokens, vocabularies, and streamed text."""

@@ -1,7 +1,7 @@
-"""Messages through a chat template: the one place where prompts, training data, evaluations and the server render them.
+"""Renders messages by a chat template, for prompts, training data, evaluations and the server alike.
 
-Templates differ in what they take, so messages and tools are made plain first: contents are texts, arguments of tools
-are objects, what is null is left out.  What the model reads in training is then what it reads when it is served.
+Templates accept different forms, so messages and tools are normalised first: contents are texts, arguments of tools are
+objects, nulls are removed.  The model then reads the same tokens in training and when served.
 """
 
 from __future__ import annotations
@@ -18,42 +18,41 @@ from outrider.targets.text.parts import text_of, without_nulls
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 UNSHOWN = ("weight",)
-"""Fields of a message that say what trains, and that no template gets."""
+"""Fields of a message that concern training; templates don't get them."""
 NULLS = ("default", "const", "example")
-"""Keys of a JSON schema under which null is a value; elsewhere it is how tables write that there is none."""
+"""Keys of a JSON schema whose null is a value; elsewhere a null means that the field is missing."""
 
 
 def rendered(
     tokenizer: Any, messages: Messages, tools: Tools = (), variables: Mapping[str, Any] | None = None, *,
     add_generation_prompt: bool, parse_special: bool = False,
 ) -> list[int]:  # fmt: skip
-    """Token ids of these messages; what they spell is text, and no control token.
+    """Token ids of these messages; control tokens spelled in them are text.
 
-    variables: what the template is handed beside them.  parse_special: control tokens that messages spell are control
-    tokens.  Raises DataError where the template refuses them.
+    variables: passed to the template too.  parse_special: control tokens spelled in messages are control tokens.
+    Raises DataError if the template refuses them.
     """
-    rendered_messages, functions = [plain(message) for message in messages], [plain_tool(tool) for tool in tools]
+    plain_messages, functions = [plain(message) for message in messages], [plain_tool(tool) for tool in tools]
 
-    def drawn(rendered_messages: Messages) -> list[int]:
+    def tokens_of(chat: Messages) -> list[int]:
         return chat_tokens(
-            tokenizer, rendered_messages, functions, variables=variables, parse_special=parse_special,
+            tokenizer, chat, functions, variables=variables, parse_special=parse_special,
             add_generation_prompt=add_generation_prompt,
         )  # fmt: skip
 
     with _refusals():
         try:
-            return drawn(rendered_messages)
-        except TypeError:  # such as DeepSeek's templates, which add arguments to a text
-            if not any(message.get("tool_calls") for message in rendered_messages):
+            return tokens_of(plain_messages)
+        except TypeError:  # such as DeepSeek's templates, which concatenate arguments with strings
+            if not any(message.get("tool_calls") for message in plain_messages):
                 raise
-            return drawn([_with_texts(message) for message in rendered_messages])
+            return tokens_of([_with_texts(message) for message in plain_messages])
 
 
 def marked(
     tokenizer: Any, messages: Messages, tools: Tools = (), variables: Mapping[str, Any] | None = None
 ) -> Encoded:
-    """Token ids of these messages, and spans of the text that the template marks as generated.  Raises as
-    `rendered`."""
+    """Token ids of these messages, and the spans that the template marks as generated.  Raises as `rendered`."""
     plain_messages, functions = [plain(message) for message in messages], [plain_tool(tool) for tool in tools]
     with _refusals():
         return chat_with_answers(tokenizer, plain_messages, functions, variables or {})
@@ -65,7 +64,7 @@ def _refusals() -> Iterator[None]:
         yield
     except DataError:
         raise
-    except Exception as error:  # a template is a program, and raises what it likes
+    except Exception as error:  # a template is a program and may raise anything
         raise DataError(f"the target's chat template refuses these messages: {error}") from error
 
 
@@ -73,7 +72,7 @@ def _refusals() -> Iterator[None]:
 
 
 def plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates know it.  Raises DataError for a part that is not text."""
+    """A message in the form that templates expect.  Raises DataError for a part that is not text."""
     fields = {key: value for key, value in message.items() if value is not None and key not in UNSHOWN}
     fields["content"] = text_of(message.get("content"))
     if fields.get("role") == "developer":  # OpenAI's newer word
@@ -84,7 +83,7 @@ def plain(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool's definition with its `function` around it, and without what a table's other rows have."""
+    """A tool's definition, wrapped in `function` and without nulls from a table's other rows."""
     definition: dict[str, Any] = without_nulls(tool, NULLS)
     return (
         definition
@@ -94,7 +93,7 @@ def plain_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call(call: Any) -> Any:
-    """A call of a tool with its `function` around it, whose arguments are an object where they are JSON."""
+    """A tool call, wrapped in `function`, with its arguments as an object if they are JSON."""
     if not isinstance(call, Mapping):
         return call
     fields = {key: value for key, value in call.items() if value is not None}
@@ -117,7 +116,7 @@ def _object(arguments: Any) -> Any:
 
 
 def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with its calls' arguments as texts of JSON."""
+    """The message with its calls' arguments as JSON strings."""
     calls = []
     for call in message.get("tool_calls") or ():
         function = call["function"]

@@ -1,8 +1,9 @@
-"""Control tokens, by which a chat template tells turns apart: in what messages say they are text like any other.
+"""Encodes chats so that control tokens spelled in messages are ordinary text.
 
-A user who writes `<|im_end|>` must not end the own turn.  What messages, tools and variables spell is put aside while
-the template renders them, so that every control token in the rendering is the template's.  The rendering is then
-encoded by a copy of the tokenizer in which these have names that nobody can guess, and what was spelled is text.
+A user who writes `<|im_end|>` must not end their turn.  Control tokens in messages, tools and variables are replaced by
+placeholders while the template renders them, so that every control token in the rendering is the template's.  The
+rendering is then encoded by a copy of the tokenizer in which control tokens have unguessable names, and the
+placeholders become text again.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from outrider.errors import DataError
 Span = tuple[int, int]
 BARS = re.compile(r"<[|｜].*[|｜]>")
 OWN = ("assistant", "system", "developer")
-"""Roles whose texts may hold the template's marks that are not special tokens, such as <think>: the model writes them,
-and an operator explains them."""
+"""Roles whose texts may contain the template's marks that are not special tokens, such as <think>: the model writes
+them, and system prompts explain them."""
 
 
 def chat_tokens(
@@ -33,8 +34,8 @@ def chat_tokens(
 ) -> list[int]:  # fmt: skip
     """Token ids of a chat by the tokenizer's template.
 
-    parse_special: control tokens that messages spell become control tokens.  Raises DataError where a tokenizer that is
-    written in Python would have to read one as text, else what the template raises.
+    parse_special: control tokens spelled in messages become control tokens.  Raises DataError if a tokenizer without a
+    tokenizer.json would have to read one as text, else what the template raises.
     """
     settings = {"add_generation_prompt": add_generation_prompt, **(variables or {})}
     aside = Aside(tokenizer)
@@ -48,7 +49,7 @@ def chat_tokens(
 
 
 def text_tokens(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a text without control: what it spells is text.  Raises DataError as `chat_tokens`."""
+    """Token ids of a text; control tokens spelled in it are text.  Raises DataError as `chat_tokens`."""
     aside = Aside(tokenizer)
     hidden = aside.plain(text)
     if not aside.spelled:
@@ -57,27 +58,27 @@ def text_tokens(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -
 
 
 class Encoded:
-    """Token ids [S], where in the text each begins and ends, and spans of the rendering in that text."""
+    """Token ids [S], their start and end in the text, and spans of the rendering in that text."""
 
     def __init__(self, ids: list[int], offsets: list[Span], spans: list[Span]):
         self.ids, self.offsets, self.spans = ids, offsets, spans
 
 
 class Aside:
-    """Control tokens that messages spell, put aside until the messages are rendered."""
+    """Control tokens spelled in messages, replaced by placeholders until the messages are rendered."""
 
     def __init__(self, tokenizer: Any):
         self.controls = _controls_of(tokenizer)
         self.spelled: list[str] = []
-        self._nonce = f"{secrets.randbelow(10**24):024d}"  # digits alone survive what templates do with texts
+        self._nonce = f"{secrets.randbelow(10**24):024d}"  # digits survive all that templates do with texts
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message as the template may read it."""
+        """A message without control tokens."""
         hidden: dict[str, Any] = self.plain(message, is_own=message.get("role") in OWN)
         return hidden
 
     def plain(self, value: Any, is_own: bool = False) -> Any:
-        """A value with all its texts, names of fields too, without control tokens."""
+        """A value without control tokens in any of its texts, names of fields included."""
         if isinstance(value, str):
             pattern = self.controls.special if is_own else self.controls.all
             return value if pattern is None else pattern.sub(self._put, value)
@@ -90,7 +91,7 @@ class Aside:
         return f"{self._nonce}{len(self.spelled) - 1:09d}"
 
     def encoded(self, rendered: str, spans: Sequence[Span] = (), *, add_special_tokens: bool = False) -> Encoded:
-        """Token ids of what the template made of it; spans [start, end): of the rendering."""
+        """Token ids of the template's rendering; spans [start, end) of it."""
         names, text, moved = self.controls.names, rendered, list(spans)
         if self.controls.all is not None:
             text, moved = _replaced(self.controls.all, lambda match: names[match[0]], text, moved)
@@ -104,7 +105,7 @@ def chat_with_answers(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
 ) -> Encoded:  # fmt: skip
-    """A whole chat by a template that marks what the assistant generates: the spans.  Otherwise as `chat_tokens`."""
+    """A whole chat by a template that marks what the assistant generates, with these spans; else as `chat_tokens`."""
     aside = Aside(tokenizer)
     hidden, tools = [aside.message(message) for message in messages], [aside.plain(tool) for tool in tools]
     options = ({"tools": tools} if tools else {}) | aside.plain(variables, is_own=True)
@@ -123,7 +124,7 @@ def chat_with_answers(
 
 
 class Controls:
-    """A tokenizer's control tokens: its special ones, and added ones that are marks, such as <tool_call>."""
+    """A tokenizer's control tokens: special tokens, and added tokens that are marks, such as <tool_call>."""
 
     def __init__(self, tokenizer: Any, template: str):
         added = {entry.content: entry.special for entry in tokenizer.added_tokens_decoder.values()}
@@ -133,20 +134,20 @@ class Controls:
         self.special, self.all = _pattern(special), _pattern(special | written)
         nonce = secrets.token_hex(16).translate(str.maketrans("abcdef", "012345"))
         self.names = {text: f"\ue000{nonce}{i:06d}\ue001" for i, text in enumerate(sorted(special | written))}
-        """Of each control token in the copy."""
+        """Name of each control token in the copy."""
         self.ids: dict[int, int] = {}
-        """From the copy's id of a control token to the tokenizer's own, once there is a copy."""
+        """Ids of control tokens in the copy to those in the tokenizer, once there is a copy."""
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._copy: Tokenizer | None = None
 
     @property
     def copy(self) -> Tokenizer:
-        """The tokenizer with other names for control tokens; made when it is first needed."""
+        """The tokenizer with other names for control tokens; created when first needed."""
         if self._copy is None:
             if not isinstance(self._backend, Tokenizer):
                 raise DataError(
                     f"a text spells a control token of the chat template, such as {next(iter(self.names))!r}, and this "
-                    "tokenizer, which has no tokenizer.json, can't read one as text; take it out"
+                    "tokenizer, which has no tokenizer.json, can't read one as text; remove it"
                 )
             copy = Tokenizer.from_str(json.dumps(_renamed(json.loads(self._backend.to_str()), self.names)))
             for text, name in self.names.items():
@@ -158,8 +159,8 @@ class Controls:
 
 
 def _is_mark(text: str, template: str) -> bool:
-    """Whether an added token is a mark: the template writes it or the one that it opens or closes, or it has bars.
-    Others stand for text, such as a run of spaces or HTML's <b>."""
+    """Whether an added token is a mark: the template contains it or its opening or closing counterpart, or it has bars.
+    Others are text, such as a run of spaces or HTML's <b>."""
     other = text.replace("</", "<", 1) if text.startswith("</") else text.replace("<", "</", 1)
     return bool(text.strip()) and (text in template or other in template or BARS.fullmatch(text) is not None)
 
@@ -176,7 +177,7 @@ def _controls_of(tokenizer: Any) -> Controls:
 
 
 def _renamed(state: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """A tokenizer.json in which tokens have other names, those that are words of its model too."""
+    """A tokenizer.json with other names for tokens, in its model's vocabulary too."""
     model = state["model"]
     for entry in state["added_tokens"]:
         entry["content"] = names.get(entry["content"], entry["content"])
@@ -191,7 +192,7 @@ def _renamed(state: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _replaced(pattern: re.Pattern[str], by: Any, text: str, spans: Iterable[Span]) -> tuple[str, list[Span]]:
-    """The text with each match replaced, and where these spans of it are then."""
+    """The text with each match replaced, and these spans moved accordingly."""
     parts, ends, longer = [], [0], [0]  # of each match: where it ends, and how much longer the text is up to there
     for match in pattern.finditer(text):
         new = by(match)
@@ -207,7 +208,7 @@ def _replaced(pattern: re.Pattern[str], by: Any, text: str, spans: Iterable[Span
 
 
 def _pattern(texts: Collection[str]) -> re.Pattern[str] | None:
-    """What matches any of these texts, the longest first, in a time that does not depend on how many there are."""
+    """A pattern that matches any of these texts, the longest first, in time independent of their number."""
     tree: dict[str, Any] = {}
     for text in filter(None, texts):
         at = tree
@@ -218,7 +219,7 @@ def _pattern(texts: Collection[str]) -> re.Pattern[str] | None:
 
 
 def _branch(tree: Mapping[str, Any]) -> str:
-    """A tree of letters as a regular expression."""
+    """A trie as a regular expression."""
     tails = [f"{re.escape(letter)}{_branch(rest)}" for letter, rest in sorted(tree.items()) if letter]
     if not tails:
         return ""

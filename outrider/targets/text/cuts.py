@@ -1,4 +1,4 @@
-"""Prompts that are too long to leave room for an answer are cut at the front, counted and named.  No torch."""
+"""Truncates prompts that leave no room for an answer at the front, and reports which.  Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ NAMED = 5
 
 
 class Cuts:
-    """Which prompts were cut, and how many tokens each has lost."""
+    """Which prompts were truncated, and how many tokens each lost."""
 
     def __init__(self) -> None:
         self.lost: dict[str, int] = {}
 
     def fit(self, tokens: Sequence[int], room: int, name: str) -> list[int]:
-        """The last `room` tokens of a prompt; all of a shorter one."""
+        """The last `room` tokens of a prompt, or all of a shorter one."""
         if len(tokens) > room:
             self.lost[name] = max(self.lost.get(name, 0), len(tokens) - room)
         return list(tokens[-room:])
 
 
 def sentence(lost: Mapping[str, int]) -> str:
-    """Which prompts were cut, in one line; empty where none was."""
+    """One line about the prompts that were truncated; empty if none was."""
     if not lost:
         return ""
     named = ", ".join(f"{name} (by {count:,} tokens)" for name, count in list(lost.items())[:NAMED])

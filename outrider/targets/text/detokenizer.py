@@ -1,9 +1,8 @@
-"""Which part of a text later tokens may still change, read off a tokenizer's decoder.
+"""Which part of a text can still be changed by later tokens, from a tokenizer's decoder.
 
-The steps of a decoder that are known here turn each token into text by itself, but for the first of a text (Metaspace,
-WordPiece, Strip), half characters (ByteLevel) and runs of byte tokens (ByteFallback).  Of a decoder with any other
-step, of a tokenizer written in Python, and of one that does more than its decoder says, nothing is known: texts come
-whole, at their end.
+The supported decoder steps turn each token into text independently, except the first of a text (Metaspace, WordPiece,
+Strip), partial characters (ByteLevel) and runs of byte tokens (ByteFallback).  With any other step, a tokenizer written
+in Python, or one that does more than its decoder, a text is only returned as a whole, at its end.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from transformers import PreTrainedTokenizerFast
 from outrider.sampling.text import Detokenizer
 
 SINGLE: tuple[list[str], ...] = ([], ["ByteLevel"], ["Metaspace"], ["WordPiece"])
-"""Decoders of one step, and none at all, where tokens are joined by a space."""
+"""Decoders of one step or none; without one, tokens are joined by a space."""
 SENTENCEPIECE = re.compile(r"(Replace )?(ByteFallback )?(Fuse (Strip )?)?")
-"""The steps of SentencePiece's models, in their order."""
+"""The steps of SentencePiece models, in order."""
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 CLEANED = " 'nvr"
-"""Letters after which the clean-up of spaces may still change a text; it replaces " .", " ' ", " n't", " 've", " 're"
-and the like."""
+"""Letters after which the clean-up of spaces can still change a text; it replaces " .", " ' ", " n't", " 've", " 're"
+and similar."""
 
 
 def detokenizer(tokenizer: Any, vocabulary: int, skip_special_tokens: bool = True) -> Detokenizer:
-    """How this tokenizer's ids become text.  vocabulary: ids that a model may emit, which can be more than have a
-    name."""
+    """The incremental decoder of this tokenizer.  vocabulary: number of ids that a model may emit, which can be more
+    than the tokenizer has."""
     decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return _unknown(tokenizer, Detokenizer(decode))
@@ -47,7 +46,7 @@ def detokenizer(tokenizer: Any, vocabulary: int, skip_special_tokens: bool = Tru
 
 
 def _steps(tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
-    """The steps of its decoder, as `tokenizer.json` has them."""
+    """The steps of its decoder, as in `tokenizer.json`."""
     decoder = tokenizer.backend_tokenizer.decoder
     if decoder is None:
         return []
@@ -69,22 +68,22 @@ def _is_known(steps: list[dict[str, Any]]) -> bool:
 
 
 def _is_cleaned(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether transformers takes spaces out of the text after the decoder."""
+    """Whether transformers removes spaces from the decoded text."""
     is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
     corrupts: bool = tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
     return bool(tokenizer.clean_up_tokenization_spaces) and (not is_bpe or corrupts)
 
 
 def _is_all(tokenizer: PreTrainedTokenizerFast, decode: functools.partial[str], tokens: list[int]) -> bool:
-    """Whether `decode` is the decoder and the clean-up, and no more: the text of all its tokens shows it."""
+    """Whether `decode` is only the decoder and the clean-up, tested on the text of all tokens."""
     text = tokenizer.backend_tokenizer.decode(tokens, **decode.keywords)
     return decode(tokens) == (tokenizer.clean_up_tokenization(text) if _is_cleaned(tokenizer) else text)
 
 
 def _unknown(tokenizer: Any, fallback: Detokenizer) -> Detokenizer:
     logging.getLogger(__name__).warning(
-        "the decoder of %s is not known here: streamed text comes whole, at its end; tokens and stop strings are not "
-        "affected",
+        "the decoder of %s is not supported: its text is not streamed but sent at the end; tokens and stop strings are "
+        "not affected",
         type(tokenizer).__name__,
     )
     return fallback

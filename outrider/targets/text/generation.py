@@ -1,8 +1,8 @@
-"""What a model's generation_config asks of greedy decoding, as `model.generate(do_sample=False)` reads it.
+"""Greedy decoding by a model's generation_config, as in `model.generate(do_sample=False)`.
 
-Keys that `Sampling` knows become its settings, which drafters know too.  With a key that it does not know, all are done
-by transformers' own processors, in transformers' order.  A key that makes it other than greedy decoding of one text is
-refused by name; keys about the draw, the cache or an assistant do not change greedy output.
+Keys that `Sampling` supports become its settings, which drafters support too.  If there is any other key, all are
+applied by transformers' own processors, in transformers' order.  A key that requires anything but greedy decoding of
+one text is refused by name; keys about sampling, the cache or an assistant do not change greedy output.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IDLE: Mapping[str, tuple[Any, ...]] = {
     "guidance_scale": (1,), "watermarking_config": (), "token_healing": (False,), "stop_strings": (), "max_time": (),
     "constraints": (), "force_words_ids": (), "is_assistant": (False,),
 }  # fmt: skip
-"""Keys that make `generate` other than greedy decoding of one text, and the values that do not."""
+"""Keys that make `generate` do something other than greedy decoding of one text, and the values that don't."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "sequence_bias": (), "encoder_repetition_penalty": (1,), "no_repeat_ngram_size": (0,),
@@ -32,13 +32,13 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "forced_bos_token_id": (), "forced_eos_token_id": (), "remove_invalid_values": (False,),
     "exponential_decay_length_penalty": (), "begin_suppress_tokens": (), "renormalize_logits": (False,),
 }  # fmt: skip
-"""Keys that `Sampling` does not know, and the values that change nothing."""
+"""Keys that `Sampling` does not support, and the values that change nothing."""
 
-INSTEAD = "take the key out, or give `sampling=`, which replaces all of generation_config but its ends"
+INSTEAD = "remove the key, or pass `sampling=`, which replaces all of generation_config except its end tokens"
 
 
 def ends_of(model: PreTrainedModel) -> frozenset[int]:
-    """The ids at which `model.generate` ends a text: the generation_config's as it is now, none where it names none."""
+    """The ids at which `model.generate` ends a text: those of its current generation_config."""
     config = model.generation_config
     ends = getattr(model.config, "eos_token_id", None) if config is None else config.eos_token_id
     return frozenset() if ends is None else frozenset(torch.as_tensor(ends).flatten().tolist())
@@ -47,9 +47,9 @@ def ends_of(model: PreTrainedModel) -> frozenset[int]:
 def greedy_sampling(
     model: PreTrainedModel, ends: frozenset[int], vocabulary: int, prompt: Sequence[int], max_new_tokens: int
 ) -> Sampling:
-    """The `Sampling` under which this prompt is continued as `model.generate(do_sample=False)` continues it.
+    """The `Sampling` that continues this prompt as `model.generate(do_sample=False)` does.
 
-    Raises ConfigError for a key of the model's generation_config that can't be done so, or can't be read.
+    Raises ConfigError for a key of the model's generation_config that is not supported or invalid.
     """
     config = model.generation_config
     settings = {} if config is None else {key: value for key, value in vars(config).items() if value is not None}
@@ -68,7 +68,7 @@ def greedy_sampling(
 
 
 class _Text(NamedTuple):
-    """The text that is to be continued, and its limits."""
+    """The text to continue, and its limits."""
 
     prompt: Sequence[int]
     max_new_tokens: int
@@ -90,13 +90,13 @@ class _Text(NamedTuple):
         return ids
 
     def no_ends(self, words: Iterable[list[int]]) -> list[list[int]]:
-        """These bad words without those that are an end and nothing else, which transformers does not forbid."""
+        """These bad words without single end tokens, which transformers does not ban."""
         return [self.checked(word) for word in words if word not in [[end] for end in self.ends]]
 
 
 @contextmanager
 def _config_errors(key: str, value: Any) -> Iterator[None]:
-    """Turn what a bad value raises into a ConfigError that names the key."""
+    """Turn an exception for a bad value into a ConfigError that names the key."""
     try:
         yield
     except (TypeError, ValueError, LookupError, AttributeError) as error:
@@ -113,7 +113,7 @@ SETTINGS: Mapping[str, Callable[[Any, _Text, Sampling], dict[str, Any]]] = {
     },
     "min_new_tokens": lambda value, text, sampling: {"min_new_tokens": min(value, text.max_new_tokens)},
 }
-"""Keys that `Sampling` knows, and the settings they become."""
+"""Keys that `Sampling` supports, and the settings they become."""
 
 
 def _by_settings(settings: Mapping[str, Any], text: _Text) -> Sampling:
@@ -132,9 +132,9 @@ TOKENS: Mapping[str, Callable[[Any], Iterable[int]]] = {
     "forced_bos_token_id": lambda value: [value],
     "forced_eos_token_id": lambda value: [value] if isinstance(value, int) else value,
 }
-"""Keys whose tokens transformers does not check before they are needed."""
+"""Keys whose tokens transformers does not check in advance."""
 OF_ENDS = ("min_new_tokens", "exponential_decay_length_penalty")
-"""Keys that do nothing where the model names no end."""
+"""Keys without effect if the model has no end token."""
 
 
 def _by_processors(model: Any, settings: Mapping[str, Any], text: _Text) -> Sampling:
@@ -152,7 +152,7 @@ def _by_processors(model: Any, settings: Mapping[str, Any], text: _Text) -> Samp
             model._get_logits_processor(config, input_ids_seq_length=length, encoder_input_ids=text.ids, device=device)
         )
 
-    for key, value in chosen.items():  # one by one, so that the wrong one is named
+    for key, value in chosen.items():  # one by one, so that the error names the key
         with _config_errors(key, value):
             text.checked(TOKENS[key](value) if key in TOKENS else ())
             if key == "bad_words_ids":

@@ -1,4 +1,4 @@
-"""What a user gives as prompts, made plain: each a text, a list of token ids, or the messages of one chat."""
+"""Prompts in any form, normalised: each a text, a list of token ids, or the messages of one chat."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from outrider.targets.text import chat
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 EXPECTED = "give a text, token ids or chat messages, or many of these"
 PLAIN = (int, str, list)
-"""Types of nearly every item: to ask whether it is an array takes longer than all else."""
+"""Types of nearly every item, checked first since checking for an array is slow."""
 
 
 @runtime_checkable
 class Array(Protocol):
-    """A tensor, or an array of numpy."""
+    """A tensor or a numpy array."""
 
     ndim: int
 
@@ -25,10 +25,10 @@ class Array(Protocol):
 
 
 def listed(prompts: Any) -> list[Prompt]:
-    """One prompt or many as a list of them; an iterator is read to its end.
+    """One prompt or many, as a list; an iterator is read to its end.
 
-    An array [S] is one prompt, an array [B, S] is B of them; of what a tokenizer returned the padding is left out.
-    Raises DataError for what is not a prompt.
+    An array [S] is one prompt, an array [B, S] is B of them; padding in a tokenizer's output is removed.  Raises
+    DataError for anything that is not a prompt.
     """
     plain = _plain(prompts)
     if isinstance(plain, str) or _is_message(plain):
@@ -40,7 +40,7 @@ def listed(prompts: Any) -> list[Prompt]:
 
 
 def single(prompt: Any) -> Prompt:
-    """One prompt, which may be an array, what a tokenizer returned, or one message.  Raises DataError for anything
+    """One prompt, from any form: an array, a tokenizer's output, or one message too.  Raises DataError for anything
     else."""
     plain = _plain(prompt)
     if isinstance(plain, str):
@@ -66,15 +66,12 @@ def is_chat(prompt: Prompt) -> bool:
 def ids_of(
     prompt: Any, tokenizer: Any, vocabulary: int, media: Mapping[int, str], thinking: bool | None = None
 ) -> list[int]:
-    """Token ids of a text, of chat messages (through the chat template), or of ids given as they are.
-
-    media: ids that stand for images, videos or sound.  Otherwise as `TransformersTarget.encode`, with its errors.
-    """
+    """As `TransformersTarget.encode`, with its errors.  media: placeholder ids of images, videos or audio."""
     plain = single(prompt)
     if not plain or isinstance(plain[0], int):
         return _checked(plain, vocabulary, media)  # type: ignore[arg-type]
     if tokenizer is None:
-        raise DataError("this target was loaded without a tokenizer: give prompts as lists of token ids")
+        raise DataError("this target was loaded without a tokenizer: pass prompts as lists of token ids")
     try:
         return _checked(_encoded(plain, tokenizer, thinking), vocabulary, media, tokenizer)
     except DataError:
@@ -88,14 +85,13 @@ def _encoded(prompt: Any, tokenizer: Any, thinking: bool | None) -> list[int]:
     if isinstance(prompt, str):
         return encoded(prompt, tokenizer)
     if tokenizer.chat_template is None:
-        raise DataError("the tokenizer has no chat template: give the prompt as one text instead of chat messages")
+        raise DataError("the tokenizer has no chat template: pass the prompt as one text instead of chat messages")
     options = {} if thinking is None else {"enable_thinking": thinking}
     return chat.rendered(tokenizer, prompt, (), options, add_generation_prompt=True)
 
 
 def encoded(text: str, tokenizer: Any) -> list[int]:
-    """Token ids of a text, with what the tokenizer puts before one; not twice where a chat template wrote it
-    already."""
+    """Token ids of a text with the tokenizer's beginning token, once even if a chat template already wrote it."""
     tokens: list[int] = list(tokenizer.encode(text, add_special_tokens=True))
     begin = _beginning(tokenizer)
     count = len(begin)
@@ -104,15 +100,14 @@ def encoded(text: str, tokenizer: Any) -> list[int]:
 
 
 def _beginning(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before a text, such as the one token for its beginning, or GLM's two."""
+    """The tokens that the tokenizer puts before a text, such as one beginning token, or GLM's two."""
     whole, plain = (list(tokenizer.encode("a", add_special_tokens=adds)) for adds in (True, False))
     starts = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
     return whole[: next(starts, 0)]
 
 
 def unembedded(tokenizer: Any, vocabulary: int) -> dict[str, int]:
-    """Tokens of a tokenizer that a model of this vocabulary has no embedding for: they were added to the tokenizer
-    alone."""
+    """Tokens without an embedding in a model of this vocabulary, since they were only added to the tokenizer."""
     if tokenizer is None or len(tokenizer) <= vocabulary:
         return {}
     return {name: token for name, token in tokenizer.get_vocab().items() if token >= vocabulary}
@@ -127,8 +122,8 @@ def refuse_unembedded(texts: Iterable[str], tokenizer: Any, vocabulary: int) -> 
 
 def _without_row(name: str, token: int, vocabulary: int) -> str:
     return (
-        f"the tokenizer has the token {name!r} ({token}), and the model's embedding has {vocabulary} rows: resize the "
-        "model with model.resize_token_embeddings and train that row, or leave the token out of the text"
+        f"the tokenizer has the token {name!r} ({token}), but the model's embedding has {vocabulary} rows: resize the "
+        "model with model.resize_token_embeddings and train that row, or remove the token from the text"
     )
 
 
@@ -144,14 +139,14 @@ def _checked(tokens: list[int], vocabulary: int, media: Mapping[int, str], token
             )
         if token in media:
             raise DataError(
-                f"token id {token} stands for an image, a video or sound ({media[token]}), and targets read text "
-                "alone; leave it out"
+                f"token id {token} is a placeholder for an image, a video or audio ({media[token]}), but targets read "
+                "only text; remove it"
             )
     return tokens
 
 
 def _plain(value: Any) -> Any:
-    """Arrays as lists, and of what a tokenizer returned the ids."""
+    """Arrays as lists, and the ids of a tokenizer's output."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, Array):

@@ -1,7 +1,7 @@
-"""The text of a token by itself, as answers with log probabilities name it.
+"""The text of single tokens, for answers with log probabilities.
 
-`decode` of one token hides what belongs to the text: the space before a word, and which bytes a part of a character
-has.  So tokens are named by the bytes they add in the middle of a text.
+`decode` of one token loses the space before a word and the bytes of a partial character.  So tokens are named by the
+bytes they add in the middle of a text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from outrider.targets.text.vocabulary import bytes_of_names
 
 
 class TokenTexts:
-    """Bytes and names of a tokenizer's ids; of a special token its name's.  Nothing for ids that it does not have."""
+    """Bytes and names of a tokenizer's ids; those of a special token are its name.  Empty for unknown ids."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
@@ -28,7 +28,7 @@ class TokenTexts:
         return self._bytes[token]
 
     def name_of(self, token: int) -> str:
-        """Its text; of a part of a character, as OpenAI has it, `bytes:` and its bytes."""
+        """Its text; for a partial character `bytes:` and its bytes, as in OpenAI's API."""
         piece = self.bytes_of(token)
         try:
             return piece.decode()
@@ -46,7 +46,7 @@ class TokenTexts:
 
 
 class Offsets:
-    """Where in a text its tokens begin, in characters; a character of several tokens begins with the first of them."""
+    """Start of each token in a text, in characters; a character of several tokens starts with the first of them."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

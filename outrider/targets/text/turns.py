@@ -1,7 +1,7 @@
-"""How a chat template ends an assistant's turn, read off what it writes.
+"""How a chat template ends an assistant's turn, found by rendering one.
 
-A checkpoint may name three different ends: in its generation_config, in its tokenizer and in its template.  Where the
-template's is missing from the first, which is what `generate` stops at, answers run on into turns of their own.
+A checkpoint may name three different end tokens: in its generation_config, its tokenizer and its template.  If the
+template's is missing from generation_config, where `generate` stops, answers continue with further turns.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ from weakref import WeakKeyDictionary
 from jinja2 import TemplateError
 
 ANSWER = "Yes, of course."
-"""An answer that no template writes itself."""
+"""An answer that no template contains."""
 
 
 class Closing(NamedTuple):
-    """What a template writes after an answer."""
+    """The tokens that a template writes after an answer."""
 
     end: int
-    """The special token that comes first: it ends the turn."""
+    """The first one, a special token, which ends the turn."""
     rest: tuple[int, ...]
-    """What follows it, such as a line break."""
+    """The others, such as a line break."""
 
 
 _turns: WeakKeyDictionary[Any, tuple[str, Closing | None]] = WeakKeyDictionary()
-"""By tokenizer: its template, and what that closes a turn with."""
+"""By tokenizer: its template, and the closing of that."""
 
 
 def closing_of(tokenizer: Any) -> Closing | None:
-    """What the chat template closes an assistant's turn with; None without a template, or where no special token
-    does."""
+    """How the chat template closes an assistant's turn; None without a template, or if no special token does."""
     template = getattr(tokenizer, "chat_template", None)
     if not isinstance(template, str):
         return None
@@ -46,7 +45,7 @@ def _read(tokenizer: Any) -> Closing | None:
     messages = [{"role": "user", "content": "Can you?"}, {"role": "assistant", "content": ANSWER}]
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False)
-    except (TemplateError, TypeError, ValueError):  # it refuses such a chat, or asks for more than messages
+    except (TemplateError, TypeError, ValueError):  # it refuses such a chat, or needs more than messages
         return None
     _, is_there, after = text.rpartition(ANSWER)
     ids = tokenizer.encode(after, add_special_tokens=False) if is_there and after else []
@@ -55,11 +54,11 @@ def _read(tokenizer: Any) -> Closing | None:
 
 
 def runs_on(answer: str, tokenizer: Any) -> bool:
-    """Whether an answer's text spells the token that ends turns: it was written with another end, and goes on."""
+    """Whether an answer contains the token that ends turns: it was generated with another end token and ran on."""
     closing = closing_of(tokenizer)
     return closing is not None and tokenizer.convert_ids_to_tokens(closing.end) in answer
 
 
 def names_of(tokens: Sequence[int], tokenizer: Any) -> str:
-    """These ids with their texts, for messages."""
+    """These ids with their texts, for log and error messages."""
     return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in tokens) or "none"

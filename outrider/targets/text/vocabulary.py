@@ -1,10 +1,11 @@
-"""Two vocabularies: which tokens they share, and a text of one's tokens in those of the other.
+"""Two vocabularies: the tokens they share, and the translation of a text from one to the other.
 
-Tokens are compared by the bytes they add to a text, whatever alphabet a tokenizer writes them in: GPT-2's letters for
-bytes, SentencePiece's `▁` and `<0x0A>`, WordPiece's `##`.  A text is translated by its bytes as well, never by
-`decode`, which may clean up spaces, strip the first one, or show half a character as a question mark.
+Tokens are compared by the bytes they add to a text, however a tokenizer writes them: GPT-2's letters for bytes,
+SentencePiece's `▁` and `<0x0A>`, WordPiece's `##`.  Texts are translated by their bytes too, not by `decode`, which may
+clean up spaces, strip the first one, or replace a partial character.
 
-A mistake here costs drafted tokens, never the target's distribution: drawn tokens and q are in the target's own ids.
+A mistake here costs drafted tokens but can't change the target's distribution: drawn tokens and q are in the target's
+ids.
 
 V the target's vocabulary, U the other one; K shared tokens.
 """
@@ -27,15 +28,15 @@ from outrider.errors import DrafterError
 from outrider.targets.protocol import Target
 
 ENCODED_AGAIN = 8
-"""Tokens before a seam that are encoded again with what is new, since it may merge with them."""
+"""Tokens before the end of a text that are encoded again with new text, which may merge with them."""
 TAIL = 48
-"""Characters before a seam that are encoded with a text, so that it is split as in the middle of a text."""
+"""Characters of context that are encoded before a text, so that it is split as in the middle of a text."""
 
 
 class Vocabulary:
-    """The bytes of a tokenizer's ids.  `size`: rows of its model's output; ids above are left out.
+    """The bytes of a tokenizer's ids.  size: rows of its model's output; ids above are ignored.
 
-    Raises DrafterError for a tokenizer that can't say which characters a token covers.
+    Raises DrafterError for a tokenizer without character offsets.
     """
 
     def __init__(self, tokenizer: Any, size: int, name: str):
@@ -43,13 +44,12 @@ class Vocabulary:
         if self._backend is None:
             raise DrafterError(
                 f"{name!r} has {'no' if tokenizer is None else 'a slow'} tokenizer; to draft across vocabularies both "
-                "models "
-                "need a fast one (tokenizer.json): load the target by name or folder, and choose a small model that "
-                "has one"
+                "models need a fast one (tokenizer.json): load the target by name or folder, and choose a small model "
+                "that has one"
             )
         self.name, self.size = name, size
         self.pieces: list[bytes | None] = [None] * size
-        """The bytes that each id adds in the middle of a text; None for special tokens and for ids that no text has."""
+        """The bytes that each id adds in the middle of a text; None for special tokens and unused ids."""
         self.specials: dict[str, int] = {}
         """Special tokens by their content."""
         self.end: int | None = _within(tokenizer.eos_token_id, size)
@@ -69,15 +69,15 @@ class Vocabulary:
         self.filler = next(
             (filler for filler in (_within(tokenizer.bos_token_id, size), self.end) if filler is not None), 0
         )
-        """Takes the place of an empty text."""
+        """Stands for an empty text."""
 
     @property
     def mute(self) -> list[bool]:
-        """Which ids add no text, and do not end one."""
+        """Which ids neither add text nor end it."""
         return [piece is None and token != self.end for token, piece in enumerate(self.pieces)]
 
     def encode(self, text: str) -> Any:
-        """`ids` and `offsets` of a text, with nothing added."""
+        """`ids` and `offsets` of a text, without special tokens added."""
         return self._backend.encode(text, add_special_tokens=False)
 
 
@@ -86,7 +86,7 @@ def _within(token: int | None, size: int) -> int | None:
 
 
 def _alphabet(backend: Any) -> Callable[[str], bytes | None]:
-    """From a token as the vocabulary writes it to its bytes; None for one in another alphabet."""
+    """A function from a token as the vocabulary writes it to its bytes; None for one in another alphabet."""
     kinds = _kinds(backend.decoder) | _kinds(backend.pre_tokenizer)
     if "ByteLevel" in kinds:
         letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
@@ -97,13 +97,13 @@ def _alphabet(backend: Any) -> Callable[[str], bytes | None]:
 
 
 def bytes_of_names(tokenizer: Any) -> Callable[[str], bytes | None] | None:
-    """From tokens as a tokenizer's vocabulary writes them to their bytes; None for a slow tokenizer."""
+    """A function from tokens as the vocabulary writes them to their bytes; None for a slow tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return None if backend is None else _alphabet(backend)
 
 
 def _kinds(part: Any) -> set[str]:
-    """Types of a tokenizer's part and of the parts it is made of."""
+    """Types of a tokenizer's component and all its parts."""
     kinds: set[str] = set()
     remaining = [] if part is None else [json.loads(part.__getstate__())]
     while remaining:
@@ -129,7 +129,7 @@ class SharedVocabulary:
         self.drafter_ids, self.target_ids = (
             torch.tensor(shared, dtype=torch.int64, device=device).view(-1, 2).T.contiguous()
         )
-        """[K] ids of the drafting model, and the target's."""
+        """[K] ids in the drafting model, and in the target."""
         self.by_target = {other: one for one, other in shared}
         self._drafter_ids = torch.zeros(target.size, dtype=torch.int64, device=device)
         self._drafter_ids[self.target_ids] = self.drafter_ids
@@ -154,7 +154,7 @@ class SharedVocabulary:
 
 
 def _shared_ids(drafter: Vocabulary, target: Vocabulary) -> list[tuple[int, int]]:
-    """(own id, target's id), ascending.  The two end tokens are shared too, where neither is shared otherwise."""
+    """(drafting model's id, target's id), ascending.  The two end tokens count as shared unless either already is."""
     drafter_pieces, target_pieces = _by_bytes(drafter), _by_bytes(target)
     shared = {target_pieces[piece]: drafter_pieces[piece] for piece in target_pieces.keys() & drafter_pieces.keys()}
     shared |= {
@@ -167,7 +167,7 @@ def _shared_ids(drafter: Vocabulary, target: Vocabulary) -> list[tuple[int, int]
 
 
 def _by_bytes(vocabulary: Vocabulary) -> dict[bytes, int]:
-    """Each piece's id; of several the one that `encode` gives, or else the first."""
+    """Each piece's id; of several, the one that `encode` returns, else the first."""
     ids: dict[bytes, int] = {}
     for token, piece in enumerate(vocabulary.pieces):
         if piece and (piece not in ids or token in vocabulary.encode(piece.decode(errors="replace")).ids):
@@ -179,10 +179,10 @@ def _by_bytes(vocabulary: Vocabulary) -> dict[bytes, int]:
 
 
 class Transcript:
-    """A text that comes in one vocabulary's tokens and is translated into another's.
+    """A growing text, received in one vocabulary's tokens and translated into another's.
 
-    It is encoded again from a few tokens before its end, and goes on where the old and the new encoding both begin a
-    token. Tokens that end inside a character are held back until it is whole.
+    New text is encoded together with a few tokens before it, and joined where a token begins in both encodings.  Tokens
+    that end inside a character are held back until it is complete.
     """
 
     def __init__(self, source: Vocabulary, reader: Vocabulary):
@@ -193,16 +193,16 @@ class Transcript:
         """Tokens of the source read so far."""
         self.text = ""
         self.ids: list[int] = []
-        """The reader's ids of `text`, without what it puts before every text."""
+        """The reader's ids of `text`, without its beginning tokens."""
         self._spans: list[tuple[int, int]] = []
-        """Where in `text` each of them begins and ends; parts of a character have all of it."""
+        """Start and end of each of them in `text`; partial characters count as whole."""
         self.incomplete: list[int] = []
-        """The source's tokens after `text`: the last one ends inside a character."""
+        """The source's tokens after `text`, the last of which ends inside a character."""
         self._decoder = _decoder()
         self._unfinished = ""
 
     def copied(self) -> Transcript:
-        """Another that goes on from here by itself."""
+        """An independent copy."""
         there = copy.copy(self)
         there.ids, there._spans, there.incomplete = list(self.ids), list(self._spans), list(self.incomplete)
         there._decoder = _decoder()
@@ -215,7 +215,7 @@ class Transcript:
         return b"".join(map(self._bytes_of, self.incomplete))
 
     def push(self, tokens: Sequence[int]) -> None:
-        """Take the source's next tokens."""
+        """Add the source's next tokens."""
         self.taken += len(tokens)
         new = ""
         for token in tokens:
@@ -223,14 +223,13 @@ class Transcript:
             self._unfinished += self._decoder.decode(piece)
             pending = self._decoder.getstate()[0]
             self.incomplete.append(token)
-            if pending in (b"", piece):  # all before this token is whole, or was never a character
+            if pending in (b"", piece):  # everything before this token is complete, or invalid
                 new, self._unfinished, self.incomplete = new + self._unfinished, "", [token] if pending else []
         if new:
             self._extend(new)
 
     def continued(self, ids: Sequence[int]) -> list[int]:
-        """The source's tokens for the text of these ids of the reader after `text`; the end of a text is a token of
-        both."""
+        """The source's tokens for the text of these reader ids after `text`; end tokens are translated too."""
         before_end = list(itertools.takewhile(lambda token: token != self._reader.end, ids))
         added = b"".join(self._reader.pieces[token] or b"" for token in before_end)
         tokens = continuation(self._source, self.text, self.incomplete_bytes, added)
@@ -240,7 +239,7 @@ class Transcript:
         return tokens
 
     def _bytes_of(self, token: int) -> bytes:
-        """A special token has its name's bytes where the reader has one of the same name, else none."""
+        """A special token has the bytes of its name if the reader has one of the same name, else none."""
         piece = self._source.pieces[token]
         return self._specials.get(token, b"") if piece is None else piece
 
@@ -266,11 +265,10 @@ Spans = Sequence[tuple[int, int]]
 
 
 def _seam(old: Spans, first: int, new: Spans) -> tuple[int, int] | None:
-    """The first offset from token `first` on where a token begins in both: its index among the old and among the new
-    ones.
+    """The indices in both encodings of the first token from `first` on that begins at the same offset in both.
 
-    The new encoding's own first token does not count, since it is split as at the beginning of a text; nor does one
-    that begins inside a character, which the token before it has a part of.
+    The new encoding's first token does not count, since it is split as at the start of a text; nor does one that begins
+    inside a character.
     """
     if first == 0:
         return 0, 0
@@ -280,10 +278,10 @@ def _seam(old: Spans, first: int, new: Spans) -> tuple[int, int] | None:
 
 
 def continuation(target: Vocabulary, before: str, prefix: bytes, added: bytes) -> list[int]:
-    """The target's ids of the bytes `added` after the text `before`, without the `prefix` bytes at their beginning.
+    """The target's ids of the bytes `added` after the text `before`, without their first bytes `prefix`.
 
-    Empty where it begins otherwise, or where the target's encoding has no token that begins at the seam or does not
-    give the same bytes back.  Half a character at the end is left out.
+    Empty if they don't begin with `prefix`, or if the target's encoding has no token that begins there or does not
+    reproduce the bytes.  A partial character at the end is left out.
     """
     text = _readable(added)
     expected = text.encode()[len(prefix) :]
@@ -298,7 +296,7 @@ def continuation(target: Vocabulary, before: str, prefix: bytes, added: bytes) -
 
 
 def _ending(target: Vocabulary, ids: list[int], expected: bytes) -> list[int]:
-    """The last of these ids whose bytes are exactly those wanted; empty where there are none."""
+    """The last of these ids, as many as have exactly the expected bytes; empty if none do."""
     for n in range(len(ids) - 1, -1, -1):
         piece = target.pieces[ids[n]] if ids[n] < target.size else None
         if piece is None or not expected.endswith(piece):
@@ -310,7 +308,7 @@ def _ending(target: Vocabulary, ids: list[int], expected: bytes) -> list[int]:
 
 
 def _readable(data: bytes) -> str:
-    """The text up to the first byte that is invalid or begins a character which is not whole."""
+    """The text up to the first invalid byte or incomplete character."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -321,11 +319,11 @@ class VocabularyOverlap(NamedTuple):
     """How much two vocabularies share."""
 
     tokens: int
-    """Shared tokens."""
+    """Number of shared tokens."""
     share: float
-    """Of the target's vocabulary."""
+    """Fraction of the target's vocabulary."""
     mass: float
-    """Of the target's probability, on average over the positions of a sample text."""
+    """Fraction of the target's probability, on average over the positions of a sample text."""
 
     def __str__(self) -> str:
         held = f"they hold {self.mass:.1%} of its probability"
@@ -333,7 +331,7 @@ class VocabularyOverlap(NamedTuple):
 
 
 def overlap(shared: SharedVocabulary, p: Tensor) -> VocabularyOverlap:
-    """p [..., V]: the target's distributions at the positions of some text."""
+    """p [..., V]: the target's distributions at the positions of a text."""
     return VocabularyOverlap(
         shared.count, shared.count / shared.vocabulary, float(p[..., shared.target_ids].sum(-1).mean())
     )
@@ -346,7 +344,7 @@ In 2024 about 3,150 people lived there; by 1911 it had been twice as many.
 Die Straße führt über den Fluss. La forêt était déjà loin. El niño llegó mañana.
 {"name": "Ann", "items": [1, 2.5, null], "done": true}
 """
-"""Prose, code, numbers and letters beyond English: where the target's probability of the shared tokens is measured."""
+"""Prose, code, numbers and other languages: the text on which the probability of shared tokens is measured."""
 
 
 @torch.inference_mode()
