@@ -1,1 +1,1 @@
-"""What an evaluation found: a file to keep, a table, a page, and one report against another.  Knows no torch."""
+"""Results of an evaluation: a file, a table, a page, and comparisons of reports.  No torch."""

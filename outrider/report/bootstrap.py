@@ -1,9 +1,10 @@
-"""Intervals from resampled prompts.  No torch.
+"""Bootstrap intervals over prompts.  No torch.
 
-Prompts are drawn, not steps: the steps of a prompt are correlated, prompts are independent. All intervals are
-percentile bootstraps with a seed, so the same numbers give the same interval. With few prompts and small chances,
-as in a gate, plain percentiles are too narrow: `Estimate` expands them to Student's t (Hesterberg, What Teachers
-Should Know About the Bootstrap, 2015) and `holm` shares the chance of a false alarm among many tests (Holm, 1979).
+Prompts are resampled, not steps: the steps of a prompt are correlated, prompts are independent.  All intervals are
+percentile bootstraps with a seed, so the same numbers give the same interval.  With few prompts and small
+probabilities, as in a gate, plain percentiles are too narrow: `Estimate` expands them to Student's t (Hesterberg, What
+Teachers Should Know About the Bootstrap, 2015), and `holm` controls the false-alarm probability of many tests (Holm,
+1979).
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from scipy.special import ndtr, ndtri, stdtrit
 Floats = NDArray[np.float64]
 DRAWS = 10_000
 MIN_PROMPTS = 5
-"""Prompts that an interval needs; of fewer, resampling says less than it seems to."""
+"""Fewest prompts for an interval; resampling fewer is misleading."""
 FEWEST_BEYOND = 20
-"""Draws beyond a quantile that can be trusted; farther out the tail goes on as a normal one does."""
+"""Draws beyond a quantile that make it reliable; farther out, the tail is extrapolated as normal."""
 
 
 class Interval(NamedTuple):
-    """A figure with its interval: [low, high] contains it with the probability of the level."""
+    """A figure with its confidence interval [low, high]."""
 
     center: float
     low: float
@@ -41,7 +42,7 @@ class Interval(NamedTuple):
 def resampled(
     values: Sequence[Any] | Floats, statistic: Callable[[Floats], Floats], draws: int = DRAWS, seed: int = 0
 ) -> Floats:
-    """`statistic` of every bootstrap draw.  values [P] or [P, K]; statistic takes [draws, P(, K)] and gives [draws]."""
+    """`statistic` of every bootstrap draw.  values [P] or [P, K]; statistic maps [draws, P(, K)] to [draws]."""
     table = np.asarray(values, dtype=np.float64)
     if len(table) == 0:
         raise ValueError("nothing to resample")
@@ -49,7 +50,7 @@ def resampled(
 
 
 def interval_of(drawn: Floats, center: float, level: float = 0.95) -> Interval:
-    """The middle `level` of what was drawn."""
+    """The middle `level` of the draws."""
     low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(center), float(low), float(high))
 
@@ -60,7 +61,7 @@ def mean(values: Sequence[float], level: float = 0.95, draws: int = DRAWS, seed:
 
 
 def geometric_mean(ratios: Sequence[float], level: float = 0.95, draws: int = DRAWS, seed: int = 0) -> Interval:
-    """The geometric mean of ratios above 0, one per prompt, with its interval."""
+    """The geometric mean of positive ratios, one per prompt, with its interval."""
     logs = mean([float(value) for value in np.log(ratios)], level, draws, seed)
     return Interval(*(float(np.exp(value)) for value in logs))
 
@@ -97,30 +98,30 @@ def rate_ratio(values: Floats) -> Floats:
     return ratio
 
 
-# ── tests that share one chance of a false alarm ──────────────────────────────────────────────────────────────────
+# ── tests that share one false-alarm probability ──────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Estimate:
-    """A figure and the spread of its draws: a share Φ(z) of them is below center + `deviation(z)`."""
+    """A figure and the spread of its draws: a share Φ(z) of them lies below center + `deviation(z)`."""
 
     center: float
     deviation: Callable[[float], float]
     freedom: float = math.inf
-    """Degrees of freedom, of Student's t."""
+    """Degrees of freedom of Student's t."""
     widening: float = 1.0
-    """All deviations times this: noise that the draws can't know of."""
+    """Factor on all deviations, for noise that the draws don't show."""
 
     def bound(self, tail: float) -> float:
-        """The figure is below it with probability `tail`; a tail above 1/2 gives an upper bound."""
+        """The bound below which the figure lies with probability `tail`; a tail above 1/2 gives an upper bound."""
         return self.center + self.widening * self.deviation(student(tail, self.freedom))
 
     def interval(self, tail: float) -> Interval:
-        """The interval with a chance of `tail` beyond either end."""
+        """The interval with probability `tail` beyond either end."""
         return Interval(self.center, self.bound(tail), self.bound(1 - tail))
 
     def chance_of(self, value: float) -> float:
-        """The smallest tail whose upper bound is below `value`: small where the figure is surely less than it."""
+        """The p-value of a figure below `value`: the smallest tail whose upper bound is below it."""
         if self.center >= value:
             return 1.0
         smallest, largest = 1e-12, 0.5
@@ -133,7 +134,7 @@ class Estimate:
 
 
 def estimate_of(center: float, drawn: Floats, prompts: int, strata: int = 1) -> Estimate:
-    """Estimate by draws within strata, `prompts` in all.  Draws in a stratum vary too little, by one prompt each."""
+    """Estimate from draws within strata, of `prompts` in total.  Each stratum costs one degree of freedom."""
     ordered = np.sort(drawn)
     freedom = max(1, prompts - strata)
     expansion = math.sqrt(prompts / freedom)
@@ -145,26 +146,27 @@ def estimate_of(center: float, drawn: Floats, prompts: int, strata: int = 1) -> 
         position = float(ndtr(inside)) * (len(ordered) - 1)
         low = int(position)
         high = min(low + 1, len(ordered) - 1)
-        found = float(ordered[low]) + (position - low) * float(ordered[high] - ordered[low]) - center
-        return found if inside == z else found * z / inside
+        distance = float(ordered[low]) + (position - low) * float(ordered[high] - ordered[low]) - center
+        return distance if inside == z else distance * z / inside
 
     return Estimate(center, deviation, freedom)
 
 
 def normal(center: float, error: float, freedom: float = math.inf) -> Estimate:
-    """The interval of a normal distribution, from its standard error."""
+    """The estimate of a normal distribution with this standard error."""
     return Estimate(center, lambda z: z * error, freedom)
 
 
 def student(tail: float, freedom: float) -> float:
-    """The quantile of Student's t, of a normal where its degrees of freedom are infinite."""
+    """The quantile of Student's t; of a normal distribution for infinite degrees of freedom."""
     return float(ndtri(tail) if math.isinf(freedom) else stdtrit(freedom, tail))
 
 
 def holm(chances: Sequence[float], tail: float) -> list[float]:
     """The tail that each of several tests may use, so that together they raise a false alarm with at most `tail`.
 
-    The surest must pass tail / count, the next tail / (count - 1), and so on; after the first failure all use the same.
+    The smallest p-value must pass tail / count, the next tail / (count - 1), and so on; after the first failure, all
+    others use the same tail.
     """
     allowed = [0.0] * len(chances)
     has_failed, at = False, 0.0
@@ -181,13 +183,13 @@ def sums(table: Floats, draws: int = DRAWS, seed: int = 0) -> Floats:
 
 
 def _times(taken: NDArray[np.int64], prompts: int) -> Floats:
-    """How often every draw takes each prompt, [draws, prompts]: counting once is cheaper than gathering columns."""
+    """How often each draw takes each prompt, [draws, prompts]: counting once is cheaper than gathering columns."""
     positions = taken + prompts * np.arange(len(taken))[:, None]
     return np.bincount(positions.ravel(), minlength=taken.size).reshape(taken.shape).astype(np.float64)
 
 
 def _taken(prompts: int, draws: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """Which prompts every draw takes, [some draws, prompts] at a time: 10,000 draws of 1,000 prompts take 80 MB."""
+    """Which prompts each draw takes, [some draws, prompts] at a time: 10,000 draws of 1,000 prompts take 80 MB."""
     noise, piece = np.random.default_rng(seed), max(1, 2_000_000 // prompts)
     for start in range(0, draws, piece):
         yield noise.integers(0, prompts, (min(piece, draws - start), prompts))

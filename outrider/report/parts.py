@@ -1,6 +1,6 @@
-"""Parts of a report: percentiles, prompts, traced tokens, scores, groups, trainings.
+"""Parts of a report: percentiles, prompts, traced tokens, groups, trainings.
 
-Each is frozen, keeps fields that this version does not know, and has null for what was not measured.
+Each is frozen, keeps fields unknown to this version, and uses null for what was not measured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def finite(value: Any) -> Any:
 
 
 class Part(BaseModel):
-    """Base of all below: frozen, keeps fields it doesn't know, turns numbers that are not finite into None."""
+    """Base of all parts: frozen, keeps unknown fields, turns numbers that are not finite into None."""
 
     model_config = ConfigDict(frozen=True, extra="allow", coerce_numbers_to_str=True, use_attribute_docstrings=True)
 
@@ -37,7 +37,7 @@ class Part(BaseModel):
     @pydantic.field_validator("*", mode="before")
     @classmethod
     def _null_is_empty(cls, value: Any, info: ValidationInfo) -> Any:
-        """A list or a mapping that was not measured may be null in the file; here it is empty."""
+        """A list or mapping that was not measured may be null in the file; here it is empty."""
         if value is not None:
             return value
         kind = cls.model_fields[info.field_name or ""].annotation
@@ -73,7 +73,7 @@ class PromptResult(Part):
     speedup: float | None = None
     exact: bool | None = None
     first_difference: int | None = None
-    """Index of the first token that is not the target's own, from 0."""
+    """Index of the first token that differs from the target's own."""
     tpot_ms: float | None = None
     plain_tpot_ms: float | None = None
     contaminated: bool | None = None
@@ -89,41 +89,41 @@ class Range(Part):
 
 
 class TracedToken(Part):
-    """One position where the target judged a drafted token, or wrote one where none was drafted.  Of an untimed run."""
+    """A position of an untimed run: the target judged a drafted token there, or added one of its own."""
 
     text: str
-    """What the output has there."""
+    """The output's text."""
     drafted: str | None = None
-    """What was proposed; null where nothing was."""
+    """The proposal; null without one."""
     accepted: bool = False
     depth: int | None = None
-    """Of the proposal, from 1."""
+    """Depth of the proposal, from 1."""
     p: float | None = None
-    """The target's chance of the proposal at temperature 1, whatever the run's temperature."""
+    """The target's probability of the proposal at temperature 1, whatever the run's temperature."""
     q: float | None = None
-    """The drafter's chance of it; null where the proposal is deterministic."""
+    """The drafter's probability of the proposal; null if it is deterministic."""
     rank: int | None = None
-    """Of the proposal under the target, 1 is its favourite."""
+    """Rank of the proposal under the target; 1 is its most probable token."""
     entropy: float | None = None
-    """Of the target's distribution there at temperature 1, nats."""
+    """Of the target's distribution at temperature 1, in nats."""
     kind: str | None = None
     """Class of the proposal: word, number, space, punctuation, symbol, hangul, other script, special."""
 
     @pydantic.model_serializer(mode="wrap")
     def _without_nulls(self, fields: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """There are thousands of these in a file, and where nothing was proposed most of it is null."""
+        """A file has thousands of these, and without a proposal most fields are null."""
         return {name: value for name, value in fields(self).items() if value is not None}
 
 
 class TracedPrompt(Part):
-    """One prompt's text with every judgement on it, token by token."""
+    """A prompt's text with every judgement, token by token."""
 
     id: str
     tokens: tuple[TracedToken, ...] = ()
 
 
 class Pattern(Part):
-    """Judgements of one sort, such as numbers, or positions of high entropy."""
+    """Judgements of one sort, such as numbers or positions of high entropy."""
 
     name: str
     tested: int = 0
@@ -131,7 +131,7 @@ class Pattern(Part):
 
 
 class Rejections(Part):
-    """Where drafts are rejected: how often proposals of each sort were tested and accepted."""
+    """How often proposals of each sort were tested and accepted."""
 
     by_kind: tuple[Pattern, ...] = ()
     by_entropy: tuple[Pattern, ...] = ()
@@ -143,7 +143,7 @@ class Clean(Part):
     """The row without contaminated prompts: those that occur in what the drafter was trained on or drafts from."""
 
     contaminated: tuple[str, ...] = ()
-    """Ids of these prompts."""
+    """Ids of contaminated prompts."""
     checked: int = 0
     rule: str = ""
     """Such as `one 13-gram of words in common`."""
@@ -155,21 +155,21 @@ class Group(Part):
     """A row's figures over the prompts of one language or category."""
 
     name: str
-    """As the prompts' rows have it; empty for those whose row names none."""
+    """As in the prompts' rows; empty for prompts without a group."""
     prompts: int = 0
     tokens: int = 0
     steps: int = 0
     judged: int = 0
     """Drafted tokens up to the first rejection of each step."""
     accepted: int = 0
-    """Of these.  Prompts, tokens, steps, judged and accepted of all groups add up to the row's."""
+    """Accepted ones of these.  Prompts, tokens, steps, judged and accepted of all groups add up to the row's."""
     tokens_per_step: float | None = None
     token_acceptance: float | None = None
     speedup: float | None = None
 
 
 class PositionRange(Part):
-    """A row's figures over the steps that begin in a range of positions, the prompt's tokens counted."""
+    """A row's figures over the steps that begin in a range of positions, counted from the start of the prompt."""
 
     begin: int = 0
     end: int | None = None
@@ -178,13 +178,13 @@ class PositionRange(Part):
     tokens: int = 0
     judged: int = 0
     accepted: int = 0
-    """As of a group."""
+    """As in `Group`."""
     tokens_per_step: float | None = None
     token_acceptance: float | None = None
 
 
 class LeftOut(Part):
-    """A prompt that was not measured because the target's own text loops there, or is one token."""
+    """A prompt that was not measured because the target's own text loops or is one token."""
 
     id: str
     task: str | None = None
@@ -197,64 +197,64 @@ class Training(Part):
     """How a drafter was trained."""
 
     precision: str | None = None
-    """Of the target in that training."""
+    """Precision of the target during training."""
     steps: int | None = None
     seconds: float | None = None
     tokens: int | None = None
     loss_curve: tuple[tuple[float, float | None], ...] = ()
     held_out: int | None = None
-    """Answers that did not train: acceptance was measured on them at the end."""
+    """Held-out answers, on which acceptance was measured at the end."""
     acceptance: tuple[float | None, ...] = ()
     """[k]: acceptance at depth k + 1, given that all before were accepted, at temperature 1."""
     agreement: tuple[float | None, ...] = ()
     """[k]: the same at temperature 0, along a chain."""
     with_siblings: tuple[float | None, ...] = ()
-    """[k]: the same where the token at depth k + 1 has its runners-up beside it; empty where none are drafted."""
+    """[k]: the same if the token at depth k + 1 is drafted with its runners-up; empty if none are drafted."""
     temperature: float | None = None
-    """At which the target drew these answers, 0 with top_p or top_k; null where they are not its own."""
+    """Temperature at which the target drew these answers, 0 with top_p or top_k; null if they are not its own."""
 
     def accepted_by_depth(self, temperature: float) -> tuple[float, ...]:
-        """[k]: share of the drafts whose tokens up to depth k + 1 are accepted, which serving at `temperature` can be
-        compared with; empty where the texts of the training are too unlike.
+        """[k]: share of drafts whose tokens up to depth k + 1 are accepted, to compare with serving at `temperature`;
+        empty if the texts of the training are too different.
 
-        Hotter texts are harder to draft, whatever the drafter.  Nothing is drafted behind a runner-up.
+        Texts at a higher temperature are harder for any drafter.  Nothing is drafted after a runner-up.
         """
         if self.temperature is None or temperature > self.temperature:
             return ()
         chain = self.agreement if temperature == 0 else self.acceptance
         last = self.with_siblings if temperature == 0 and self.with_siblings else chain
-        before, found = 1.0, []
-        for share, own in zip(chain, last, strict=True):
-            if share is None or own is None:
+        before, shares = 1.0, []
+        for share, conditional in zip(chain, last, strict=True):
+            if share is None or conditional is None:
                 break
-            found.append(before * own)
+            shares.append(before * conditional)
             before *= share
-        return tuple(found)
+        return tuple(shares)
 
 
 class TaskSource(Part):
-    """Where a task's prompts are from."""
+    """Source of a task's prompts."""
 
     source: str = ""
     revision: str | None = None
     """Commit of the data set, or `sha256:` and the start of a file's hash."""
     prompts: int | None = None
-    """Of the whole set; those measured are drawn from them."""
+    """Prompts in the whole set, from which those measured are drawn."""
 
 
 class Load(Part):
-    """What other programs took while the runs were measured; means over the runs, by their time."""
+    """Load by other programs during the runs; means over the runs, weighted by time."""
 
     runs: int = 0
     repeated: int = 0
-    """Runs that were measured again because other programs took too much of their time."""
+    """Runs measured again because other programs took too much of their time."""
     contended: int = 0
-    """Runs that lost much time even so."""
+    """Runs that lost much time nevertheless."""
     waited: float | None = None
-    """Share of the time in which this process waited for a processor."""
+    """Share of the time that this process waited for a processor."""
     stolen: float | None = None
-    """Share of the processors' time that the host gave to other guests."""
+    """Share of processor time that the host gave to other guests."""
     others: float | None = None
-    """Processors that worked for other programs."""
+    """Processors used by other programs."""
     queue: float | None = None
-    """Processes that could run, this one among them."""
+    """Runnable processes, including this one."""

@@ -1,7 +1,7 @@
-"""Report: what an evaluation found, as report.json holds it.  It has no measuring, no words and no torch.
+"""The schema of report.json.  No measuring, no wording, no torch.
 
-The names in report.json are a public promise under `schema` 1: they stay, and more may come.  Fields that this version
-does not know survive load and save.  A number that is not finite is null, and null means "not measured", never 0.
+The names in report.json are a public promise under `schema` 1: they stay, and more may be added.  Fields unknown to
+this version survive load and save.  Numbers that are not finite are null, and null means "not measured", never 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ SCHEMA = 1
 
 
 class Row(Part):
-    """One drafter on one task at one temperature.  Without a default: always there, null where it was not measured."""
+    """One drafter on one task at one temperature.  Fields without a default are always present, null if not
+    measured."""
 
     drafter: str
     task: str
@@ -53,7 +54,7 @@ class Row(Part):
     """The target alone, through the same loop."""
     speedup: float | None
     exact: bool | None
-    """Every text is the target's own, token for token; null where that was not compared, as at temperatures above 0."""
+    """Every text is the target's own, token for token; null if not compared, as at temperatures above 0."""
     compared_tokens: int | None
     share: Share
     ttft_ms: Percentiles
@@ -62,36 +63,36 @@ class Row(Part):
     conditional_acceptance: tuple[float | None, ...] = ()
     """[k]: the same, given that the first k were accepted."""
     token_acceptance: float | None = None
-    """Share of the drafted tokens that were judged, which is up to the first rejection, that were accepted."""
+    """Accepted share of the judged drafted tokens, those up to the first rejection."""
     draft_acceptance: float | None = None
-    """Share of all drafted tokens on the path that were accepted; the longer drafts are, the lower."""
+    """Accepted share of all drafted tokens on the path; lower for longer drafts."""
     expected_acceptance: float | None = None
-    """Mean of sum(min(p, q)) over the judged tokens of the traced prompts: acceptance without noise of draws."""
+    """Mean of sum(min(p, q)) over the judged tokens of the traced prompts: acceptance without sampling noise."""
     accepted_histogram: tuple[tuple[int, ...], ...] = ()
     """[k][a]: steps that drafted k tokens deep and accepted a of them."""
     wasted: float | None = None
-    """Share of drafted tokens that were verified for nothing; branches that lost count."""
+    """Share of drafted tokens that were verified for nothing, rejected branches included."""
     predicted_by_depth: tuple[float | None, ...] = ()
-    """`accepted_by_depth` as training measured it on held-out answers; empty where it did not, or texts are hotter."""
+    """`accepted_by_depth` as training measured it on held-out answers; empty if it did not, or for hotter texts."""
     speedup_range: Range | None = None
     """`speedup` with its interval; null for fewer than 5 prompts."""
     speedup_geomean: Range | None = None
     """Geometric mean of the prompts' own speed-ups, with its interval."""
     speedup_of_means: float | None = None
-    """Mean tokens/s over mean plain tokens/s, as Spec-Bench has it."""
+    """Mean tokens/s over mean plain tokens/s, as in Spec-Bench."""
     tokens_per_step_range: Range | None = None
     tpot_curve_ms: tuple[float | None, ...] = ()
     """Percentiles 0 to 100 of `tpot_ms`, over prompts."""
     memory_peak_bytes: int | None = None
-    """Highest memory of the process, or of the device, while the row was measured."""
+    """Peak memory of the process, or of the device, while the row was measured."""
     rejections: Rejections | None = None
     traced: tuple[TracedPrompt, ...] = ()
     """A few prompts in full."""
     clean: Clean | None = None
     by_group: tuple[Group, ...] = ()
-    """By the prompts' language or category, in alphabetical order; empty where no prompt's row names one."""
+    """By the prompts' language or category, in alphabetical order; empty if no prompt has one."""
     by_position: tuple[PositionRange, ...] = ()
-    """By position in the text: before 1,024 tokens, 4,096, 16,384 and after; ranges without a step are left out."""
+    """By position in the text: before 1,024 tokens, 4,096, 16,384 and after; ranges without a step are omitted."""
     rejections_by_depth: tuple[int, ...] = ()
     steps: int | None = None
     tokens: int | None = None
@@ -103,14 +104,14 @@ class Row(Part):
     """Fraction of a step spent outside the calls into the two models."""
     plain_loop_overhead: float | None = None
     noise: Literal["own"] | None = None
-    """Above temperature 0: drafts are drawn from noise of their own, as for requests without a seed.  Null in older
-    reports: their drafts shared the target's noise, and fewer of them were accepted."""
+    """Above temperature 0: drafts use their own noise, as for requests without a seed.  Null in older reports, whose
+    drafts shared the target's noise, so that fewer were accepted."""
     plain_exact: bool | None = None
-    """The target alone, through the same loop, writes what transformers' generate does."""
+    """The target alone, in the same loop, generates the same text as transformers' generate."""
     tpot_ms: Percentiles = Percentiles()
     """Time per token after the first step, over prompts."""
     plain_tpot_ms: Percentiles = Percentiles()
-    """The same statistic of the target alone: what `tpot_ms` is to be compared with."""
+    """The same for the target alone, to compare with `tpot_ms`."""
     plain_tpot_curve_ms: tuple[float | None, ...] = ()
     plain_itl_ms: Percentiles = Percentiles()
     plain_ttft_ms: Percentiles = Percentiles()
@@ -119,42 +120,42 @@ class Row(Part):
     plain_itl_curve_ms: tuple[float | None, ...] = ()
     dtype: str | None = None
     precision: str | None = None
-    """int8 or the like where the target was quantised, else its number type."""
+    """int8 or the like if the target was quantised, else its number type."""
     trained_on: str | None = None
-    """Precision of the target in the drafter's training, or `unquantised weights`; null where it is not known."""
+    """Precision of the target in the drafter's training, or `unquantised weights`; null if unknown."""
     tokens_per_step_lost: float | None = None
-    """How many more the drafter had on its training's precision, over the same prompts; null where not measured."""
+    """How many more the drafter had on its training's precision, over the same prompts; null if not measured."""
     batch: int | None = None
     """Prompts that were served together."""
     possible_speedup: float | None = None
     """The most that tokens per step and the undisturbed times of the passes allow."""
     contention: float | None = None
-    """Share of the measured time that other programs took; null where the system does not tell."""
+    """Share of the measured time taken by other programs; null if the system does not report it."""
     under_load: str | None = None
-    """Why the speed-up is not to be trusted; null where nothing speaks against it."""
+    """Why the speed-up can't be trusted; null if it can."""
     device: str | None = None
     invalid: int | None = None
-    """Drafted nodes whose q was not a distribution, or whose id was not a token; verified as deterministic."""
+    """Drafted nodes whose q was not a distribution or whose id was not a token; verified as deterministic."""
     rule: str | None = None
-    """The lossy rule that decided what is accepted, with its numbers; null under the exact rule."""
+    """The lossy acceptance rule with its settings; null under the exact rule."""
     policy: str | None = None
-    """How much was drafted, as in `evaluate.policy`; `own` where a measurement brought one, null means fixed."""
+    """How much was drafted, as in `evaluate.policy`; `own` for a custom policy, null means fixed."""
     verification: str | None = None
     """How drafts were judged, as in `evaluate.verification`; null means standard."""
     lossless: bool | None = None
-    """False under a lossy rule, whatever the texts turned out to be."""
+    """False under a lossy rule, even if the texts are equal."""
     distance: float | None = None
     """Mean total variation distance of an emitted token from the target's distribution; 0 under the exact rule."""
     per_prompt: tuple[PromptResult, ...] = ()
 
     def is_trained_on(self, precision: str | None) -> bool:
-        """Older checkpoints say no more than that the target's weights were unquantised."""
+        """Whether training used this precision; older checkpoints only say that the weights were unquantised."""
         is_float = precision is not None and precision.removeprefix("b").startswith("float")
         return precision == self.trained_on or (self.trained_on == "unquantised weights" and is_float)
 
     @property
     def crosses_precisions(self) -> bool:
-        """It was trained on another precision of the target than it is served on."""
+        """Whether it was trained on another precision of the target than it is served on."""
         return None not in (self.trained_on, self.precision) and not self.is_trained_on(self.precision)
 
     @property
@@ -168,7 +169,7 @@ class Row(Part):
 
 
 class Report(Part):
-    """What one evaluation found."""
+    """The results of one evaluation."""
 
     schema_: Literal[1] = Field(default=1, alias="schema")
     target: str
@@ -177,7 +178,7 @@ class Report(Part):
     left_out: tuple[LeftOut, ...] = ()
     share_left_out: float | None = None
     cut: dict[str, int] = Field(default_factory=dict)
-    """Prompts that were cut at the front to leave room for an answer, and how many tokens each has lost."""
+    """Prompts cut at the front to leave room for an answer, with the tokens each lost."""
     training: dict[str, Training] = Field(default_factory=dict)
     tasks: dict[str, TaskSource] = Field(default_factory=dict)
     made: str = ""
@@ -185,27 +186,27 @@ class Report(Part):
     notes: tuple[str, ...] = ()
     machine_load: Load | None = None
     fingerprint: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
-    """Machine and versions that times depend on; what a gate compares must agree in all of it."""
+    """Machine and versions that times depend on; a gate compares only reports that agree in all of it."""
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
-        """The report in a file, or in a folder's report.json.  DataError says what is wrong with it."""
+        """Load a file, or a folder's report.json.  Raises DataError if it can't be read."""
         path = Path(path)
         path = path / "report.json" if path.is_dir() else path
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise DataError(f"there is no report at {path}; write one with `outrider evaluate`") from None
+            raise DataError(f"no report at {path}; write one with `outrider evaluate`") from None
         except (OSError, ValueError, RecursionError) as error:
             raise DataError(f"can't read report {path}: {error}; restore it, or measure again") from None
-        found = data.get("schema", "none") if isinstance(data, dict) else "none"
-        if found != SCHEMA:
+        version = values.get("schema", "none") if isinstance(values, dict) else "none"
+        if version != SCHEMA:
             raise DataError(
-                f"{path} has schema {found!r}, but this Outrider reads schema {SCHEMA}; open it with the version that "
-                "wrote it"
+                f"{path} has schema {version!r}, but this Outrider reads schema {SCHEMA}; open it with the version "
+                "that wrote it"
             )
         try:
-            return cls.model_validate(data)
+            return cls.model_validate(values)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
@@ -219,12 +220,12 @@ class Report(Part):
         return json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     def save(self, folder: str | Path) -> Path:
-        """Write report.json; it is whole or as it was before.  Returns the folder.  `page.save` writes the page too."""
+        """Write report.json atomically.  Returns the folder.  `page.save` writes the page too."""
         write_whole({Path(folder) / "report.json": self.json_text()})
         return Path(folder)
 
     def brief(self, drafter: str) -> dict[str, Any]:
-        """What a checkpoint says of its measurement: one drafter's figures, the machine and the commit."""
+        """One drafter's figures, the machine and the commit, for the manifest of its checkpoint."""
         fields = (
             "task",
             "temperature",
@@ -237,18 +238,18 @@ class Report(Part):
         )
         rows = [row.model_dump(mode="json", include=set(fields)) for row in self.rows if row.drafter == drafter]
         where = {"made": self.made, "commit": self.provenance.get("commit"), "fingerprint": dict(self.fingerprint)}
-        found: dict[str, Any] = finite(where | {"rows": rows})
-        return found
+        summary: dict[str, Any] = finite(where | {"rows": rows})
+        return summary
 
     @property
     def lead(self) -> Row | None:
-        """The row to speak of first: the fastest of those shown exact, else of those not compared, else of all."""
+        """The row for the headline: the fastest exact one, else the fastest not compared, else the fastest of all."""
         rank = lambda row: (0 if row.is_inexact else 2 if row.exact else 1, row.speedup or -1.0)
         return max(self.rows, key=rank, default=None)
 
 
 def write_whole(texts: Mapping[Path, str]) -> None:
-    """Write files, their folders made where needed: each is whole, or as it was before."""
+    """Write files atomically, creating their folders."""
     try:
         with ExitStack() as stack:
             for path, text in texts.items():

@@ -1,4 +1,4 @@
-"""What a report says in words: a headline, alarms, and how numbers are written.  Every word follows from a number."""
+"""A report in words: headline, alarms, and formatted numbers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ MISSING = "not measured"
 NOT_EXACT = "NOT EXACT"
 UNDER_LOAD = "measured under load, not to be trusted"
 BUSY = 0.05
-"""Share of the time lost to other programs from which a report says so."""
+"""Share of time lost to other programs above which a report mentions it."""
 SKEW = 0.05
-"""How far acceptance may be below what was measured in training without a warning."""
+"""How far acceptance may fall below training's measurement without a warning."""
 
 
 def say(value: float | None, spec: str = ".2f", unit: str = "", *, scale: float = 1, missing: str = MISSING) -> str:
-    """A number with its unit; None is written as `missing`, not hidden."""
+    """A number with its unit; `missing` for None."""
     return missing if value is None else f"{value * scale:,{spec}}{unit}"
 
 
 def many(count: int, noun: str) -> str:
-    """`count` with its noun, in the plural where there is not one."""
+    """`count` with its noun, in the plural unless it is 1."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def conditions(row: Row) -> str:
-    """Task, temperature and prompts: rows that share them can be compared."""
+    """Task, temperature and prompts; rows that share them are comparable."""
     return " · ".join(part for part in (row.task, f"T {row.temperature:g}", many(row.prompts, "prompt")) if part)
 
 
@@ -38,7 +38,7 @@ def named(row: Row) -> str:
 
 
 def by_group(report: Report) -> list[str]:
-    """Tokens per step by the prompts' language or category: a line for each row that has several."""
+    """Tokens per step by the prompts' language or category, a line for each row that has several."""
     return [
         f"{named(row)}, tokens per step: "
         + ", ".join(f"{group_name(group.name)} {say(group.tokens_per_step, '.2f')}" for group in row.by_group)
@@ -48,7 +48,7 @@ def by_group(report: Report) -> list[str]:
 
 
 def by_position(report: Report) -> list[str]:
-    """Tokens per step by the position in the text: a line for each of `long_rows`."""
+    """Tokens per step by position in the text, a line for each of `long_rows`."""
     return [
         f"{named(row)}, tokens per step: "
         + ", ".join(f"{range_name(part)} {say(part.tokens_per_step, '.2f')}" for part in row.by_position)
@@ -57,7 +57,7 @@ def by_position(report: Report) -> list[str]:
 
 
 def long_rows(report: Report) -> list[Row]:
-    """Rows whose texts reach into several ranges of positions."""
+    """Rows whose texts span several ranges of positions."""
     return [row for row in report.rows if len(row.by_position) > 1]
 
 
@@ -69,15 +69,15 @@ def group_name(name: str) -> str:
     return name or "not named"
 
 
-def interval(found: Range | None, unit: str = "") -> str:
-    """`1.35 to 1.59`, the ends of an interval; empty where there is none."""
-    if found is None or found.low is None or found.high is None:
+def interval(figure: Range | None, unit: str = "") -> str:
+    """The ends of an interval, such as `1.35 to 1.59`; empty without one."""
+    if figure is None or figure.low is None or figure.high is None:
         return ""
-    return f"{found.low:.2f}{unit} to {found.high:.2f}{unit}"
+    return f"{figure.low:.2f}{unit} to {figure.high:.2f}{unit}"
 
 
 def crossing(row: Row) -> str:
-    """A sentence where the drafter was trained on another precision of the target, with what that lost; else empty."""
+    """A sentence if the drafter was trained on another precision of the target, with the loss; else empty."""
     if not row.crosses_precisions:
         return ""
     lost = row.tokens_per_step_lost
@@ -86,40 +86,39 @@ def crossing(row: Row) -> str:
 
 
 def skew(row: Row) -> str:
-    """A sentence where less is accepted than training measured, at the depth where most is missing; else empty.
+    """A sentence if less is accepted than training measured, at the depth with the largest gap; else empty.
 
-    More than 5 points, and more than three standard errors: depths are many, and the steps of a text are alike.
+    The gap must exceed 5 points and three standard errors: there are many depths, and steps of a text are correlated.
     """
     short = []
-    for depth, (wanted, accepted) in enumerate(zip(row.predicted_by_depth, row.accepted_by_depth, strict=False), 1):
-        if wanted is None or accepted is None:
+    for depth, (expected, accepted) in enumerate(zip(row.predicted_by_depth, row.accepted_by_depth, strict=False), 1):
+        if expected is None or accepted is None:
             continue
         drafts = sum(sum(counts) for counts in row.accepted_histogram[depth:])
-        error = math.sqrt(wanted * (1 - wanted) / drafts) if drafts else 0.0
-        if wanted - accepted > max(SKEW, 3 * error):
-            short.append((wanted - accepted, depth, wanted, accepted))
+        error = math.sqrt(expected * (1 - expected) / drafts) if drafts else 0.0
+        if expected - accepted > max(SKEW, 3 * error):
+            short.append((expected - accepted, depth, expected, accepted))
     if not short:
         return ""
-    _, depth, wanted, accepted = max(short)
+    _, depth, expected, accepted = max(short)
     return (
         f"{row.drafter}{f' on {row.task}' if row.task else ''} at temperature {row.temperature:g}: the target accepts "
-        f"{100 * accepted:.0f} % of the drafts to depth {depth}, where training measured {100 * wanted:.0f} %. "
+        f"{100 * accepted:.0f} % of the drafts to depth {depth}, where training measured {100 * expected:.0f} %. "
         "Either the drafter reads other inputs than in training, or these texts are unlike those it was trained on."
     )
 
 
 def distrust(report: Report) -> str:
-    """Which speed-ups are not to be trusted, and why, as a sentence; empty where nothing speaks against any."""
-    found = [row for row in report.rows if row.under_load is not None]
-    if not found:
+    """Which speed-ups can't be trusted, and why, as a sentence; empty if all can."""
+    rows = [row for row in report.rows if row.under_load is not None]
+    if not rows:
         return ""
-    others = f", and {many(len(found) - 1, 'more row')}" if len(found) > 1 else ""
-    return f"{named(found[0])}{others}: {UNDER_LOAD}, because {found[0].under_load}. Measure again on a quiet machine."
+    others = f", and {many(len(rows) - 1, 'more row')}" if len(rows) > 1 else ""
+    return f"{named(rows[0])}{others}: {UNDER_LOAD}, because {rows[0].under_load}. Measure again on a quiet machine."
 
 
 def busy(report: Report) -> str:
-    """How much time other programs took at most, as a sentence; empty where it was little, or where `distrust` says
-    it."""
+    """How much time other programs took at most, as a sentence; empty if it was little or `distrust` mentions it."""
     lost, name = max(((row.contention or 0.0, named(row)) for row in report.rows), default=(0.0, ""))
     if lost <= BUSY or distrust(report):
         return ""
@@ -127,7 +126,7 @@ def busy(report: Report) -> str:
 
 
 def loss(row: Row) -> str:
-    """What a lossy rule changed, in words; empty under the exact rule."""
+    """The effect of a lossy rule, in words; empty under the exact rule."""
     if row.lossless is not False:
         return ""
     distance = say(row.distance, ".3g")
@@ -135,12 +134,12 @@ def loss(row: Row) -> str:
 
 
 def compared(row: Row) -> int | None:
-    """Tokens that were compared with the target's own; None where none were."""
+    """Tokens compared with the target's own; None if none were."""
     return None if row.exact is None and not row.is_inexact else row.compared_tokens
 
 
 def differing(row: Row) -> list[str]:
-    """The prompts whose text differs, with the index of the first token that does."""
+    """The prompts whose text differs, with the index of the first different token."""
     return [
         prompt.id + ("" if prompt.first_difference is None else f" (after {many(prompt.first_difference, 'token')})")
         for prompt in row.different
@@ -148,18 +147,18 @@ def differing(row: Row) -> list[str]:
 
 
 def left_out_names(report: Report) -> list[str]:
-    """The prompts that were left out, each with its reason."""
+    """The prompts left out, with reasons."""
     share = lambda out: f"{say(out.first_ngram_share, '.0f', '%', scale=100)} not repeated"
     return [f"{out.id} ({'one token' if out.reason == 'short' else share(out)})" for out in report.left_out]
 
 
 def cut_sentence(report: Report) -> str:
-    """Which prompts were cut, in one line; empty where none was."""
+    """Which prompts were cut, in one line; empty if none was."""
     return sentence(report.cut)
 
 
 def headline(report: Report, *, with_alarms: bool = True) -> str:
-    """Which drafter is how much faster, with its interval, and whether the texts are equal: one sentence.
+    """One sentence: which drafter is how much faster, with its interval, and whether the texts are equal.
 
     with_alarms: one more for every other row whose text is not the target's own, and for every row that accepts less
     than training measured.
@@ -178,13 +177,13 @@ def headline(report: Report, *, with_alarms: bool = True) -> str:
 
 
 def baseline(report: Report) -> str:
-    """A sentence where the target alone was not measured by its fastest steps; empty where it was."""
+    """A sentence if the target alone was not measured with its fastest steps, else empty."""
     why = report.provenance.get("slow_baseline")
     return f" The target alone was measured by plain steps, though {why}: its fastest are faster." if why else ""
 
 
 def left_out_because(report: Report) -> str:
-    """Why prompts were left out, as half a sentence."""
+    """Why prompts were left out, as a clause."""
     short = sum(left_out.reason == "short" for left_out in report.left_out)
     if not short:
         return "because the target's own text loops there"
@@ -208,13 +207,13 @@ def alarms(report: Report) -> list[tuple[Row, str]]:
 
 
 def _pace(row: Row) -> str:
-    """The speed-up with its interval, as far as it was measured."""
-    speed, found = row.speedup, row.speedup_range
+    """The speed-up with its interval, if measured."""
+    speed, ends = row.speedup, row.speedup_range
     if speed is None:
         return "was not timed" if row.under_load is None else f"has no speed-up, since {row.under_load}"
-    within = f" (95 % interval {interval(found)})" if interval(found) else ""
-    if found is not None and found.low is not None and found.high is not None:
-        is_even = found.low <= 1 <= found.high
+    within = f" (95 % interval {interval(ends)})" if interval(ends) else ""
+    if ends is not None and ends.low is not None and ends.high is not None:
+        is_even = ends.low <= 1 <= ends.high
     else:
         is_even = 0.97 < speed < 1.03
     if is_even:
@@ -225,14 +224,14 @@ def _pace(row: Row) -> str:
 
 
 def _rates(row: Row) -> str:
-    """Tokens per second of both; empty where they were not measured."""
+    """Tokens per second of both; empty if not measured."""
     if row.tokens_per_s is None or row.plain_tokens_per_s is None:
         return ""
     return f", {row.tokens_per_s:,.0f} tokens/s beside {row.plain_tokens_per_s:,.0f}"
 
 
 def _truth(row: Row) -> str:
-    """Whether the texts are the target's own, as half a sentence."""
+    """Whether the texts are the target's own, as a clause."""
     return "; ".join(part for part in (loss(row), _equality(row)) if part)
 
 

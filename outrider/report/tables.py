@@ -35,7 +35,7 @@ class Measure(NamedTuple):
 
 @dataclass(frozen=True)
 class SummaryTable:
-    """Every row for a terminal, with the columns that fit its width; where the first ones do not, a row is a block."""
+    """Every row for a terminal, with the columns that fit; if the main ones do not fit, each row is a block."""
 
     report: Report
 
@@ -63,7 +63,7 @@ class SummaryTable:
         return table
 
     def _blocks(self) -> RenderResult:
-        """A line for each measure: for terminals too narrow for a table, or names too long for one."""
+        """A line per measure, for terminals too narrow or names too long for a table."""
         for row in self.report.rows:
             yield Text()
             yield Text(named(row), "bold", no_wrap=True, overflow="ignore")
@@ -91,7 +91,7 @@ def markdown(report: Report) -> str:
 
 
 def _markdown_cell(cell: Text) -> str:
-    """Text that can't end a Markdown cell or start markup in it; an alarm is bold."""
+    """Text escaped for a Markdown cell; alarms are bold."""
     text = " ".join(cell.plain.split())
     for mark in "\\`*_[]<>|":
         text = text.replace(mark, "\\" + mark)
@@ -102,7 +102,7 @@ def _markdown_cell(cell: Text) -> str:
 
 
 def _columns(report: Report) -> list[Measure]:
-    """All columns, the most wanted first; the task is one where there are several."""
+    """All columns, the most important first; with the task if there are several."""
     tasks = {row.task for row in report.rows}
     task = [Measure("task", lambda row: Text(row.task), is_number=False)] if len(tasks) > 1 else []
     return [Measure("drafter", lambda row: Text(row.drafter), is_number=False), *task, *_MEASURES, *_DETAILS]
@@ -121,12 +121,14 @@ def _speedup(row: Row) -> Text:
     return Text(f"{text} !", ALARM) if row.under_load else Text(text)
 
 
-def _ends(found: Range | None) -> str:
-    return "" if found is None or found.low is None or found.high is None else f" ({found.low:.2f}–{found.high:.2f})"
+def _ends(figure: Range | None) -> str:
+    return (
+        "" if figure is None or figure.low is None or figure.high is None else f" ({figure.low:.2f}–{figure.high:.2f})"
+    )
 
 
 def _equal(row: Row) -> Text:
-    """Yes, no or not compared, with the distance that a lossy rule had: a NO and a lossy rule must not be missed."""
+    """Yes, NO or not compared, with the distance of a lossy rule; NO and lossy rules stand out."""
     answer = "NO" if row.is_inexact else "yes" if row.exact else "–"
     return Text(
         answer + (f" lossy {_dash(row.distance, '.3f')}" if loss(row) else ""),

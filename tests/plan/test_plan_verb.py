@@ -102,7 +102,7 @@ def test_bad_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "eagle4" in refused(capsys, "--hardware", "h100", "--method", "eagle4")
     assert "--again has no effect without --measure" in refused(capsys, "--hardware", "h100", "--again")
     assert "choose one" in refused(capsys, "--hardware", "h100", "--rate", "1", "--concurrency", "2")
-    assert "there is no report at" in refused(capsys, "--hardware", "h100", "--report", str(tmp_path / "none.json"))
+    assert "no report at" in refused(capsys, "--hardware", "h100", "--report", str(tmp_path / "none.json"))
 
 
 LLAMA = {

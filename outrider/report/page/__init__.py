@@ -1,8 +1,8 @@
-"""The page: a report, or a comparison, as one HTML file that opens anywhere and asks the network for nothing.
+"""A report or a comparison as one self-contained HTML file that needs no network.
 
-`page.html` has what every page has, `report.html` and `comparison.html` the words and tables of each, `charts.html` the
-drawings, `heat.html` tables whose cells darken, `page.css` the looks, `page.js` the little that moves.  The page can be
-read without the script.  The templates escape every string from the data.
+`page.html` is the frame of every page, `report.html` and `comparison.html` have the text and tables of each,
+`charts.html` the drawings, `heat.html` heat tables, `page.css` the style, `page.js` the interaction.  The page is
+readable without the script.  The templates escape every string from the data.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def save(report: Report, folder: str | Path) -> Path:
 def render(report: Report) -> str:
     """The page of a report."""
     colours = {name: i for i, name in enumerate(dict.fromkeys([*groups.by_drafter(report), *report.training]))}
-    found = groups.grouped(report)
-    tables = [(name, rows[i : i + ABREAST]) for name, rows in found.items() for i in range(0, len(rows), ABREAST)]
+    grouped = groups.grouped(report)
+    tables = [(name, rows[i : i + ABREAST]) for name, rows in grouped.items() for i in range(0, len(rows), ABREAST)]
     shown, hidden = text.samples(report)
     body = _environment().get_template("report.html").render(
-        report=report, drafters=groups.by_drafter(report), colours=colours, groups=found, tables=tables,
+        report=report, drafters=groups.by_drafter(report), colours=colours, groups=grouped, tables=tables,
         samples=shown, hidden=hidden, costs=cost.cost_lines(report), provenance=flatten(report.provenance),
         crowds=acceptance_charts.crowds(report),
     )  # fmt: skip
@@ -56,7 +56,7 @@ def render(report: Report) -> str:
 
 
 def _moment(iso: str) -> str:
-    """An ISO time to the minute; what is not one, as it is."""
+    """An ISO time to the minute; other texts unchanged."""
     try:
         made = datetime.fromisoformat(iso)
     except ValueError:
@@ -64,18 +64,18 @@ def _moment(iso: str) -> str:
     return f"{made:%Y-%m-%d %H:%M} {made.tzname() or ''}".strip()
 
 
-def render_comparison(found: Comparison) -> str:
+def render_comparison(compared: Comparison) -> str:
     """The page of a comparison."""
-    names = " and ".join([found.name, *(other.name for other in found.others)])
-    reports = [(found.name, found.base), *((other.name, other.report) for other in found.others)]
+    names = " and ".join([compared.name, *(other.name for other in compared.others)])
+    reports = [(compared.name, compared.base), *((other.name, other.report) for other in compared.others)]
     body = _environment().get_template("comparison.html").render(
-        found=found, reports=reports, machines=comparison.machines([report for _, report in reports])
+        comparison=compared, reports=reports, machines=comparison.machines([report for _, report in reports])
     )  # fmt: skip
-    return _whole(body, found.base.target, f"{names} compared by Outrider", found.headline(), names)
+    return _whole(body, compared.base.target, f"{names} compared by Outrider", compared.headline(), names)
 
 
 def _whole(body: str, title: str, made: str, headline: str, source: str) -> str:
-    """What every page has, around its own part, with a link to every figure that has something to show."""
+    """The frame of every page around its body, with links to all figures that are not empty."""
     top, _, main = body.partition("<!-- main -->")
     contents = re.findall(r'<(?:figure|section class="part") id="([a-z]+)">\s*(?:<figcaption>)?<h2>(.*?)</h2>', main)
     style, script = ((FOLDER / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
@@ -87,20 +87,20 @@ def _whole(body: str, title: str, made: str, headline: str, source: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """What the page's policy lets in: this text and no other."""
+    """The hash that the page's content security policy allows."""
     return f"sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 @functools.cache
 def _environment() -> Environment:
-    found = Environment(
+    environment = Environment(
         loader=FileSystemLoader(FOLDER),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters["px"] = lambda value: f"{value:.1f}".removesuffix(".0")
+    environment.filters["px"] = lambda value: f"{value:.1f}".removesuffix(".0")
     for function in (
         summary.say, summary.many, summary.conditions, summary.named, summary.group_name, summary.alarms, summary.loss,
         summary.range_name, summary.long_rows,
@@ -114,18 +114,18 @@ def _environment() -> Environment:
         groups.ranged, charts.hue, charts.shape_of, charts.shade_of, text.tip, text.class_of, text.printable,
         _short, _plainly,
     ):  # fmt: skip
-        found.globals[function.__name__.lstrip("_")] = function
-    found.globals |= {
+        environment.globals[function.__name__.lstrip("_")] = function
+    environment.globals |= {
         "median": statistics.median, "max_tips": charts.MAX_TIPS, "sorts": acceptance_charts.SORTS,
         "missing": summary.MISSING, "not_exact": summary.NOT_EXACT, "under_load": summary.UNDER_LOAD,
         "max_tokens": text.MAX_TOKENS, "crowd": groups.CROWD,
         "settings": cost.SETTINGS, "newline": Markup('<i class="nl">⏎</i>\n'), "nothing": Markup('<i class="nl">∅</i>'),
     }  # fmt: skip
-    return found
+    return environment
 
 
 def _short(text: str, length: int) -> str:
-    """A text, cut with an ellipsis where it is longer."""
+    """A text, truncated with an ellipsis if it is longer."""
     return text if len(text) <= length else text[: length - 1] + "…"
 
 

@@ -11,7 +11,7 @@ from outrider.report.schema import Report, Row
 from outrider.report.summary import conditions, say
 
 LISTED = 20
-"""Most prompts named in a list; the rest is counted."""
+"""Most prompts named in a list; the rest are counted."""
 SORTS = (
     ("by_kind", "By what was proposed", "numbers, words, punctuation and so on"),
     ("by_entropy", "By the target's entropy there", "how undecided the target was, in nats"),
@@ -44,16 +44,16 @@ Cells = list[tuple[float | None, str, str]]
 
 
 def crowds(report: Report) -> dict[str, list[tuple[Row, Cells]]]:
-    """Figures drawn as one table where more rows than CROWD have them: cells (value, text, tip) by row; else empty."""
+    """Figures drawn as one table if more than CROWD rows have them: cells (value, text, tip) by row; else empty."""
     gaps = [
         (row, [None if gap is None else -gap for gap in _gaps(row)]) for row in report.rows if row.predicted_by_depth
     ]
-    found: dict[str, list[tuple[Row, Cells]]] = {
-        "predicted": [(row, [(gap, say(gap, ".0f", scale=100), "") for gap in own]) for row, own in gaps],
+    tables: dict[str, list[tuple[Row, Cells]]] = {
+        "predicted": [(row, [(gap, say(gap, ".0f", scale=100), "") for gap in values]) for row, values in gaps],
         "rejections": [(row, _shares(row.rejections_by_depth)) for row in report.rows if row.rejections_by_depth],
         "histogram": [(row, _shares(accepted_per_step(row)[0])) for row in report.rows if row.accepted_histogram],
     }
-    return {name: lines if len(lines) > CROWD else [] for name, lines in found.items()}
+    return {name: lines if len(lines) > CROWD else [] for name, lines in tables.items()}
 
 
 def _shares(counts: Sequence[int]) -> Cells:
@@ -62,7 +62,7 @@ def _shares(counts: Sequence[int]) -> Cells:
 
 
 def predicted(report: Report, colours: Colours) -> list[Panel]:
-    """What training measured and what was accepted here."""
+    """Acceptance measured in training and here."""
     panels = []
     for row in (row for row in report.rows if row.predicted_by_depth):
         colour = colours[row.drafter]
@@ -75,51 +75,51 @@ def predicted(report: Report, colours: Colours) -> list[Panel]:
 
 
 def _gaps(row: Row) -> list[float | None]:
-    """[k]: what was accepted here, less what training measured."""
+    """[k]: acceptance here minus that measured in training."""
     pairs = zip(row.accepted_by_depth, row.predicted_by_depth, strict=False)
     return [None if served is None or expected is None else served - expected for served, expected in pairs]
 
 
 def _gap(row: Row) -> str:
-    found = [(gap, depth) for depth, gap in enumerate(_gaps(row), 1) if gap is not None]
-    if not found:
+    gaps = [(gap, depth) for depth, gap in enumerate(_gaps(row), 1) if gap is not None]
+    if not gaps:
         return ""
-    gap, depth = max(found, key=lambda pair: abs(pair[0]))
+    gap, depth = max(gaps, key=lambda pair: abs(pair[0]))
     points = f"{abs(gap) * 100:.0f} points {'more' if gap > 0 else 'less'}"
     return f"Largest difference at depth {depth}: {points} than in training."
 
 
 def accepted_per_step(row: Row) -> tuple[list[int], float]:
-    """Steps by how many drafted tokens they accepted, over all depths drafted; and how many that is on average."""
+    """Steps by number of accepted tokens, over all drafted depths; and the average number."""
     width = max(len(line) for line in row.accepted_histogram)
     counts = [sum(line[count] for line in row.accepted_histogram if count < len(line)) for count in range(width)]
     return counts, sum(count * steps for count, steps in enumerate(counts)) / (sum(counts) or 1)
 
 
 def patterns(report: Report, field: str) -> dict[str, dict[str, list[int]]]:
-    """[tested, accepted] by sort of proposal and drafter, over all rows of it; empty where nothing was tested."""
-    found: dict[str, dict[str, list[int]]] = {}
+    """[tested, accepted] by sort of proposal and drafter, over all its rows; empty if nothing was tested."""
+    by_sort: dict[str, dict[str, list[int]]] = {}
     for row in (row for rows in by_drafter(report).values() for row in rows):
         for pattern in getattr(row.rejections, field) if row.rejections else ():
-            counts = found.setdefault(pattern.name, {}).setdefault(row.drafter, [0, 0])
+            counts = by_sort.setdefault(pattern.name, {}).setdefault(row.drafter, [0, 0])
             counts[:] = counts[0] + pattern.tested, counts[1] + pattern.accepted
-    return found if any(tested for counts in found.values() for tested, _ in counts.values()) else {}
+    return by_sort if any(tested for counts in by_sort.values() for tested, _ in counts.values()) else {}
 
 
 def ladder(sorts: Sequence[str]) -> Rows:
-    """A narrow chart of shares, a rung a sort."""
+    """A narrow chart of shares, one rung per sort."""
     axis = charts.PERCENT._replace(at=(0, 0.5, 1))
     return Rows("marks", sorts, axis, row=30, width=charts.THIRD, left=112, right=14)
 
 
 def contamination(report: Report) -> str:
-    """What counts as contamination, and which prompts are; drafters trained on the same data share theirs."""
-    found = [(row.drafter, row.clean) for row in report.rows if row.clean is not None]
+    """What counts as contamination, and the contaminated prompts; drafters trained on the same data share an entry."""
+    cleaned = [(row.drafter, row.clean) for row in report.rows if row.clean is not None]
     owners: dict[tuple[str, ...], list[str]] = {}
-    for drafter, part in found:
+    for drafter, part in cleaned:
         if part.contaminated:
             owners.setdefault(part.contaminated, []).append(drafter)
-    rules = sorted({part.rule for _, part in found if part.rule})
+    rules = sorted({part.rule for _, part in cleaned if part.rule})
     notes = [f"{', '.join(dict.fromkeys(drafters))}: {listed(ids)}." for ids, drafters in owners.items()]
     return " ".join([f"Contaminated is what has {', or '.join(rules)}." if rules else "", *notes]).strip()
 

@@ -1,9 +1,9 @@
-"""Bars, lines and rows of marks: what they show, and where; `charts.html` draws them, and `heat.html` tables.
+"""Bars, lines and rows of marks: data and layout; `charts.html` draws them, `heat.html` draws tables.
 
-The field's habit here is plotly.  It would make every report 4 MB of script that does not print; these few shapes are
-20 kB, do not move, and carry their numbers as text and as tooltips.
-A colour is a number from 0, in the order the drafters appear; None is the grey of the target alone.  The page's style
-sheet gives both a value, so light, dark and print share one drawing.  A value of None is "not measured", never 0.
+plotly, the usual choice, would add 4 MB of script that does not print to every report; these shapes take 20 kB, are
+static, and carry their numbers as text and tooltips.
+A colour is a number from 0, in the order of the drafters; None is the grey of the target alone.  The style sheet maps
+both to values, so light, dark and print share one drawing.  A value of None is "not measured", never 0.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from outrider.report.schema import Row
 COLOURS = 7
 WIDE, HALF, THIRD, PHONE = 960, 470, 306, 364
 GUTTER = 218
-"""Width to the left of bars and rows of marks, for a name and the conditions under it."""
+"""Width left of bars and rows of marks, for a name with the conditions below it."""
 MAX_TIPS = 1200
-"""Most dots that carry a tooltip each: tooltips are most of a large page's size."""
+"""Most dots with a tooltip each: tooltips dominate the size of a large page."""
 SHAPES = ("circle", "square", "diamond", "triangle")
 
 
@@ -34,32 +34,32 @@ def shape_of(colour: int | None) -> str:
 
 
 class Axis(NamedTuple):
-    """Where a scale starts and ends, and how its values are written."""
+    """The range of a scale and the format of its values."""
 
     label: str
     low: float
     high: float
     say: Callable[[float], str] = lambda value: f"{value:g}"
     at: Sequence[float] | None = None
-    """Ticks, where round numbers won't do."""
+    """Ticks; None for round numbers."""
 
     @property
     def ticks(self) -> Sequence[float]:
         return round_ticks(self.low, self.high) if self.at is None else self.at
 
     def scaled(self, value: float, start: float, end: float) -> float:
-        """A function from a value to pixels between start and end; what lies outside the axis is put on its edge."""
+        """The pixel between start and end for a value, clamped to the axis."""
         return start + (end - start) * min(max((value - self.low) / ((self.high - self.low) or 1.0), 0.0), 1.0)
 
 
 PERCENT = Axis("accepted", 0, 1, lambda value: f"{value:.0%}", (0, 0.25, 0.5, 0.75, 1))
 
 
-def round_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """About `wanted` round numbers from low to high."""
+def round_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About `count` round numbers from low to high."""
     span = max(high - low, 1e-12)
-    unit = 10.0 ** math.floor(math.log10(span / wanted))
-    step = next((unit * m for m in (1, 2, 2.5, 5, 10) if span / (unit * m) <= wanted + 0.5), unit * 10)
+    unit = 10.0 ** math.floor(math.log10(span / count))
+    step = next((unit * m for m in (1, 2, 2.5, 5, 10) if span / (unit * m) <= count + 0.5), unit * 10)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [round(i * step, 10) for i in range(first, last + 1)]
 
@@ -69,12 +69,12 @@ def round_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Bars, or marks, one a row over one scale, with a line to compare them with."""
+    """Bars or marks, one per row on one scale, with a reference line."""
 
     kind: str
     """`bars` or `marks`."""
     items: Sequence[Any]
-    """What the chart's template draws, one a row."""
+    """What the chart's template draws, one per row."""
     axis: Axis
     line: float | None = None
     line_text: str = ""
@@ -112,7 +112,7 @@ def strips(rows: Sequence[tuple[Row, Sequence[Dot]]], axis: Axis, line: float, l
 
 
 def _swarm(dots: Sequence[Dot], x: Callable[[float], float], pitch: float = 9.5) -> list[Dot]:
-    """Dots with a vertical shift each, so that neighbours don't hide one another while there is room."""
+    """Dots with vertical shifts, so that neighbours don't overlap while there is room."""
     last = dict.fromkeys((0.0, -pitch, pitch, -2 * pitch, 2 * pitch), -math.inf)
     placed = []
     for dot in sorted(dots, key=lambda dot: dot.value):
@@ -127,7 +127,7 @@ def _swarm(dots: Sequence[Dot], x: Callable[[float], float], pitch: float = 9.5)
 
 
 class Line(NamedTuple):
-    """A named curve; a point whose second value is None leaves a gap."""
+    """A named curve; a point with the value None leaves a gap."""
 
     name: str
     colour: int | None
@@ -137,7 +137,8 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Lines:
-    """Curves, each named at its end.  Every point has a marker with a tooltip, or only the x values in `marks`."""
+    """Curves, each labelled at its end.  Markers with tooltips are at every point, or only at the x values in
+    `marks`."""
 
     series: Sequence[Line]
     x: Axis
@@ -153,22 +154,22 @@ class Lines:
         return self.y.scaled(value, self.height - 42, 26)
 
     def path(self, line: Line) -> str:
-        found, move = [], "M"
+        commands, move = [], "M"
         for x, y in line.points:
             if y is not None:
-                found.append(f"{move}{self.across(x):.1f} {self.up(y):.1f}")
+                commands.append(f"{move}{self.across(x):.1f} {self.up(y):.1f}")
             move = "M" if y is None else "L"
-        return "".join(found)
+        return "".join(commands)
 
     def marked(self, line: Line) -> list[tuple[float, float, str]]:
-        """Places of the markers, with their tips."""
+        """Positions of the markers with their tips."""
         return [
             (self.across(x), self.up(y), f"{line.name}, {self.x.label} {self.x.say(x)}: {self.y.say(y)}")
             for x, y in line.points if y is not None and (self.marks is None or x in self.marks)
         ]  # fmt: skip
 
     def ends(self) -> list[tuple[Line, float, float, float]]:
-        """(line, x, y, height of its name): names keep their distance."""
+        """(line, x, y, height of its label), with labels kept apart."""
         last = [(line, *[point for point in line.points if point[1] is not None][-1]) for line in self.series]
         ends = sorted(((line, self.across(x), self.up(y or 0.0)) for line, x, y in last), key=lambda end: end[2])
         heights = spaced([y for _, _, y in ends], 15.0, self.height - 48)
@@ -183,15 +184,15 @@ def lines(
     height: int = 290,
     marks: Collection[float] | None = None,
 ) -> Lines | None:
-    """A chart of the curves that have a point; None where there is none."""
+    """A chart of the curves that have a point; None without any."""
     series = [line for line in series if any(value is not None for _, value in line.points)]
     return Lines(series, x, y, width, height, marks) if series else None
 
 
-def spaced(wanted: Sequence[float], gap: float, lowest: float) -> list[float]:
-    """The sorted heights `wanted`, moved until they are a gap apart and none is below `lowest`."""
+def spaced(preferred: Sequence[float], gap: float, lowest: float) -> list[float]:
+    """The sorted `preferred` heights, moved until they are a gap apart and none is below `lowest`."""
     heights: list[float] = []
-    for y in wanted:
+    for y in preferred:
         heights.append(max(y, heights[-1] + gap) if heights else y)
     for i in reversed(range(len(heights))):
         heights[i] = min(heights[i], lowest)

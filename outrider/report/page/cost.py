@@ -1,7 +1,7 @@
-"""What a million tokens cost before and after, and when a drafter has paid for itself.
+"""The cost of a million tokens without and with a drafter, and when the drafter has paid for itself.
 
-The page has the figures as text for the settings below; its script puts in the reader's own.  Both compute the same
-way, and a test compares them.
+The page shows the figures for the settings below; its script recomputes them for the reader's own.  A test checks that
+both compute the same.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ SETTINGS = (
     ("tokens", "Tokens a day, millions", 10),
     ("other", "Other cost of a drafter, $", 0),
 )
-"""Numbers that the reader may change in the page: (name, label, value)."""
+"""Numbers that the reader can change on the page: (name, label, value)."""
 
 
 class Costs(NamedTuple):
-    """Dollars; hours of the machine a day; days, None where training was not measured, infinite where it never pays."""
+    """Dollars; machine hours per day; days until payback, None if training was not measured, infinite for never."""
 
     before: float
     after: float
@@ -31,7 +31,7 @@ class Costs(NamedTuple):
 
 
 class CostLine(NamedTuple):
-    """One row's costs, and the numbers that the script begins from."""
+    """One row's costs, and the numbers from which the script computes them."""
 
     name: str
     data: dict[str, float]
@@ -54,22 +54,22 @@ def cost_lines(report: Report) -> list[CostLine]:
 
 
 def cost_line(report: Report, row: Row) -> CostLine | None:
-    """One row's costs at the settings first shown; None where it was not timed."""
+    """One row's costs at the default settings; None if it was not timed."""
     if not row.tokens_per_s or not row.plain_tokens_per_s:
         return None
     training = report.training.get(row.drafter)
     trained = {} if training is None or training.seconds is None else {"trained": training.seconds}
     data = {"plain": row.plain_tokens_per_s, "fast": row.tokens_per_s} | trained
     settings = {name: value for name, _, value in SETTINGS}
-    found = costs(data["plain"], data["fast"], data.get("trained"), **settings)
-    return CostLine(named(row), data, texts(found) | {"price": money(settings["price"])})
+    figures = costs(data["plain"], data["fast"], data.get("trained"), **settings)
+    return CostLine(named(row), data, texts(figures) | {"price": money(settings["price"])})
 
 
-def texts(found: Costs) -> dict[str, str]:
+def texts(figures: Costs) -> dict[str, str]:
     return {
-        "before": money(found.before), "after": money(found.after), "saved": money(found.saved),
-        "hours": f"{found.hours[0]:,.1f} → {found.hours[1]:,.1f}",
-        "built": MISSING if found.built is None else money(found.built), "payback": duration(found.payback),
+        "before": money(figures.before), "after": money(figures.after), "saved": money(figures.saved),
+        "hours": f"{figures.hours[0]:,.1f} → {figures.hours[1]:,.1f}",
+        "built": MISSING if figures.built is None else money(figures.built), "payback": duration(figures.payback),
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""How fast, and how the time is spent: speed-up with intervals, prompt by prompt, latency, training."""
+"""Charts of speed: speed-up with intervals, prompt by prompt, latency, training."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TIMES = "times as fast as the target alone"
 
 
 def speedup(report: Report, *, is_narrow: bool = False) -> Rows:
-    """A bar for each row.  is_narrow: for a phone, where names are above the bars."""
+    """A bar per row.  is_narrow: for a phone, with names above the bars."""
     axis = Axis(TIMES, 0, max([1.2, *map(reach, report.rows)]) * 1.02, lambda value: f"{value:.3g}×")
     chart = Rows("bars", report.rows, axis, 1.0, "target alone")
     return replace(chart, row=62, width=charts.PHONE, left=10, right=8) if is_narrow else chart
 
 
 def generate_speedup(row: Row) -> float | None:
-    """The speed-up over transformers' own generate."""
+    """transformers' generate relative to plain decoding."""
     return (
         row.generate_tokens_per_s / row.plain_tokens_per_s
         if row.generate_tokens_per_s and row.plain_tokens_per_s
@@ -32,18 +32,18 @@ def generate_speedup(row: Row) -> float | None:
 
 
 def whisker(row: Row) -> tuple[float, float] | None:
-    """Low and high of the interval drawn over the end of the bar."""
-    found = row.speedup_range
-    return None if found is None or found.low is None or found.high is None else (found.low, found.high)
+    """The ends of the interval drawn over the end of the bar."""
+    ends = row.speedup_range
+    return None if ends is None or ends.low is None or ends.high is None else (ends.low, ends.high)
 
 
 def reach(row: Row) -> float:
-    """The highest speed-up drawn of a row."""
+    """The highest speed-up drawn for a row."""
     return 0.0 if row.speedup is None else max(row.speedup, generate_speedup(row) or 0.0, *(whisker(row) or ()))
 
 
 def prompts(report: Report) -> Rows | None:
-    """Every prompt a dot; None where none was timed."""
+    """A dot per prompt; None if none was timed."""
     rows = []
     for row in report.rows:
         timed = [(prompt.speedup, prompt) for prompt in row.per_prompt if prompt.speedup is not None]
@@ -64,7 +64,7 @@ def _tip(prompt: PromptResult) -> str:
 
 
 def latency(report: Report, colours: Colours) -> list[Panel]:
-    """Time per token, then gaps between steps; both with the target alone."""
+    """Time per token, then gaps between steps, both beside the target alone."""
     panels, groups = [], grouped(report)
     for name, rows in groups.items():
         tpot = _curves(rows, "tpot_curve_ms", colours, "prompts", "ms per token")
@@ -79,7 +79,7 @@ def latency(report: Report, colours: Colours) -> list[Panel]:
 def _curves(
     rows: Sequence[Row], field: str, colours: Colours, what: str, label: str, is_wide: bool = False
 ) -> Lines | None:
-    """A curve of percentiles for each drafter, and one for the target alone."""
+    """A curve of percentiles per drafter, and one for the target alone."""
     series = [Line(row.drafter, colours[row.drafter], _percentiles(getattr(row, field))) for row in rows]
     plain = next((curve for row in rows if (curve := getattr(row, f"plain_{field}"))), ())
     series.append(Line("target alone", None, _percentiles(plain)))
@@ -96,7 +96,7 @@ def _slowest(name: str, rows: Sequence[Row]) -> str:
 
 
 def _percentiles(curve: Sequence[float | None]) -> list[tuple[float, float | None]]:
-    """(percent, value) up to 99; the straight part below 90 is drawn at every fifth."""
+    """(percent, value) up to 99; below 90, where curves are straight, every fifth."""
     points = [(i * 100 / max(len(curve) - 1, 1), value) for i, value in enumerate(curve)]
     return [
         point for i, point in enumerate(points) if point[0] <= 99 and (len(points) < 101 or i % 5 == 0 or point[0] > 90)
@@ -104,20 +104,20 @@ def _percentiles(curve: Sequence[float | None]) -> list[tuple[float, float | Non
 
 
 def first_tokens(report: Report) -> Rows | None:
-    """(drafter, conditions, percentiles) of every row; the drafter is None for the target alone, once for each task."""
+    """(drafter, conditions, percentiles) of every row; the drafter is None for the target alone, once per task."""
     waits: list[tuple[str | None, str, Percentiles]] = []
     for name, rows in grouped(report).items():
         waits += [(row.drafter, name, row.ttft_ms) for row in rows]
         waits += [(None, name, row.plain_ttft_ms) for row in rows if row.plain_ttft_ms.p50 is not None][:1]
-    highs = [value for *_, found in waits for value in (found.p50, found.p99) if value is not None]
+    highs = [value for *_, wait in waits for value in (wait.p50, wait.p99) if value is not None]
     axis = Axis(
         "ms to the first token: half, 95 in 100 (stroke), 99 in 100 of the prompts", 0, max(highs, default=1.0) * 1.04
     )
-    return Rows("marks", waits, axis, row=40) if any(found.p50 is not None for *_, found in waits) else None
+    return Rows("marks", waits, axis, row=40) if any(wait.p50 is not None for *_, wait in waits) else None
 
 
 def training(report: Report, colours: Colours) -> list[Panel]:
-    """The loss while each drafter learned."""
+    """The training loss of each drafter."""
     panels = []
     for name, training in report.training.items():
         if training.seconds == 0:  # nothing to train

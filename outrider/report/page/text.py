@@ -1,4 +1,4 @@
-"""The text itself, token by token: which samples fit the page, and the tip of each token."""
+"""Texts, token by token: which samples fit on the page, and the tip of each token."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from outrider.report.schema import Report, Row
 from outrider.report.summary import conditions
 
 MAX_ALL = 1600
-"""Tokens drawn on one page: each takes about 150 bytes, most of it the tip."""
+"""Most tokens on one page: each takes about 150 bytes, most of it the tip."""
 MAX_TOKENS = 400
-"""Tokens drawn of one text."""
+"""Most tokens drawn of one text."""
 SHADES = 5
 
 
@@ -23,7 +23,7 @@ class Sample(NamedTuple):
 
 
 def samples(report: Report) -> tuple[list[list[Sample]], int]:
-    """The samples of each prompt that fit the page, and how many do not; first the first prompt of every task."""
+    """The samples of each prompt that fit on the page, and how many do not; the first prompt of every task first."""
     groups: dict[tuple[str, str], list[Sample]] = {}
     for row in report.rows:
         for text in row.traced:
@@ -47,7 +47,7 @@ def samples(report: Report) -> tuple[list[list[Sample]], int]:
 
 
 def class_of(token: TracedToken) -> str:
-    """`o` not drafted, `r` rejected, `k1` to `k5` accepted, by depth."""
+    """The CSS class: `o` not drafted, `r` rejected, `k1` to `k5` accepted, by depth."""
     return "o" if token.drafted is None else f"k{min(max(token.depth or 1, 1), SHADES)}" if token.accepted else "r"
 
 
@@ -56,7 +56,7 @@ def printable(text: str) -> str:
 
 
 def tip(token: TracedToken) -> str:
-    """What was judged here, and every number that is known about it."""
+    """What was judged here, with all numbers."""
     numbers = [f"target's entropy {token.entropy:.2f} nats"] if token.entropy is not None else []
     if token.drafted is None:
         return "\n".join(["the target's own, nothing was drafted", *numbers])

@@ -1,4 +1,4 @@
-"""The first figures of the page: speed, quality, cost and latency of the drafter that the headline speaks of."""
+"""The first figures of the page: speed, quality, cost and latency of the drafter in the headline."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Tile(NamedTuple):
     detail: str
     is_bad: bool = False
     cost: CostLine | None = None
-    """Where the figure follows the reader's price."""
+    """Set if the figure depends on the reader's price."""
 
 
 def tiles(report: Report) -> list[Tile]:
-    """The tiles of the leading row; empty where the report has none."""
+    """The tiles of the leading row; empty for a report without rows."""
     row = report.lead
     if row is None:
         return []
@@ -61,5 +61,5 @@ def _quality_detail(row: Row) -> str:
     return "; ".join(filter(None, parts))
 
 
-def _alone(found: Percentiles, spec: str) -> str:
-    return f"alone {say(found.p50, spec, ' ms')}"
+def _alone(percentiles: Percentiles, spec: str) -> str:
+    return f"alone {say(percentiles.p50, spec, ' ms')}"
