@@ -45,7 +45,8 @@ def skew(comparison: MatchedReports) -> Iterator[Test | Part]:
     """Measured acceptance minus what training predicted, at each depth."""
     for group in comparison.groups:
         pairs = list(group.pairs.values())
-        measured, predicted = summed([pair.new for pair in pairs]), _predicted([pair.new for pair in pairs])
+        measured = summed([pair.new for pair in pairs])
+        predicted = _predicted([pair.new for pair in pairs])
         if measured is None or not predicted:
             missing = "what training predicted" if measured else "acceptance by depth"
             yield silent(group.name, f"the candidate does not say {missing}")
@@ -118,7 +119,8 @@ def _clustering(pairs: Iterable[RowPair], new: Depths, old: Depths | None = None
     table = np.array([values for pair in pairs for both in pair.prompts if (values := counts(*both)) is not None])
     if len(table) < 2:
         return 1.0
-    influence, alone = np.zeros(len(table)), 0.0
+    influence = np.zeros(len(table))
+    alone = 0.0
     for side, depths in ((0, new), (2, old)):
         if depths is not None:
             tokens, steps = table[:, side], table[:, side + 1]

@@ -86,7 +86,8 @@ def _paired(
         whole, by_task = _bootstrapped(where, tables, statistic, policy, policy.seed + 1000 * index)
         yield whole
         for task in tables if without is None and len(tables) > 1 else ():
-            place, count = group.named(task), len(tables[task])
+            place = group.named(task)
+            count = len(tables[task])
             yield Test(place, by_task[task], count) if task in by_task else too_few(place, count, policy)
 
 

@@ -197,7 +197,8 @@ class GateOutcome:
         An additional case fails if the gate is underpowered, and is an error if the reports can't be compared.
         """
         verdicts = [finding.verdict for finding in self.findings]
-        is_short, is_refused = self.verdict == "underpowered", self.verdict == "refused"
+        is_short = self.verdict == "underpowered"
+        is_refused = self.verdict == "refused"
         root = ElementTree.Element("testsuites")
         suite = ElementTree.SubElement(
             root, "testsuite", name="outrider gate", time="0", tests=str(len(verdicts) + is_short + is_refused),

@@ -217,7 +217,8 @@ class Audit:
             drafted[position] if position < len(drafted) else None,
         )
         logits = self._logits(self.model, text)[-1]
-        shortfall, unit = _shortfalls(logits, tokens), float(unit_of(logits, self.target))
+        shortfall = _shortfalls(logits, tokens)
+        unit = float(unit_of(logits, self.target))
         exact = None
         if _largest(shortfall) > ALLOWED * unit and None not in tokens and (model := self._double) is not None:
             exact = _shortfalls(self._logits(model, text)[-1], tokens)

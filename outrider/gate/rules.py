@@ -112,7 +112,8 @@ def contamination(comparison: MatchedReports, policy: Policy) -> Iterator[Part]:
     for group in comparison.groups:
         rows = [(pair.new, pair.old) for pair in group.pairs.values()]
         new, old = ([row.clean for row in side if row.clean is not None] for side in zip(*rows, strict=True))
-        checked, matches = sum(c.checked for c in new), sum(len(c.contaminated) for c in new)
+        checked = sum(c.checked for c in new)
+        matches = sum(len(c.contaminated) for c in new)
         every = sum(row.prompts for row, _ in rows)
         is_whole = len(new) == len(rows) and checked >= policy.shared * every
         share = matches / max(1, checked if is_whole else every)

@@ -97,11 +97,15 @@ def _judged(rule: Finding, allowed: Sequence[float], tail: float) -> Finding:
 
 def _part(rule: Finding, test: Test, allowed: float, tail: float) -> Part:
     """It is a loss if the interval lies below 0 and its center below the tolerance."""
-    estimate, is_ratio, limit = test.estimate, rule.unit == "new/old", rule.limit.tolerated
+    estimate = test.estimate
+    is_ratio = rule.unit == "new/old"
+    limit = rule.limit.tolerated
     lowest = -limit if not is_ratio else -math.log1p(limit) if rule.rises else math.log1p(-limit)
-    alone, corrected = estimate.interval(tail), estimate.interval(allowed)
+    alone = estimate.interval(tail)
+    corrected = estimate.interval(allowed)
     is_past = estimate.center < lowest
-    is_sure, is_likely = is_past and corrected.high < 0, is_past and alone.high < 0
+    is_sure = is_past and corrected.high < 0
+    is_likely = is_past and alone.high < 0
     verdict: Verdict = "stop" if is_sure and not test.eased else "warn" if is_likely else "pass"
 
     def shown(interval: Interval) -> Interval:

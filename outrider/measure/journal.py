@@ -99,7 +99,7 @@ class Journal:
         """
         self.folder, self.rank = folder, rank
         self.records: list[Record] = []
-        self.own: list[Record] = []
+        self.own_records: list[Record] = []
         """Records of this process and of earlier ones with its number, in the order of measurement."""
         self.changed: list[str] = []
         """Facts that differ from those of the existing file, such as `max_new_tokens 16, was 24`."""
@@ -170,7 +170,7 @@ class Journal:
     def append(self, record: Record) -> None:
         """Add a record; it is on the disk when this returns."""
         self.records.append(record)
-        self.own.append(record)
+        self.own_records.append(record)
         if self.path is not None:
             line = RECORDS.dump_json(record).decode()
             self._write(line)
@@ -191,7 +191,7 @@ class Journal:
                 record = _record(line, path)
                 self.records.append(record)
                 if path == self.path:
-                    self.own.append(record)
+                    self.own_records.append(record)
 
     def by_index(self, task: str, prompts: Sequence[Prompt]) -> dict[int, Record]:
         """The record of each prompt of a task that was measured or left out, by the prompt's index."""

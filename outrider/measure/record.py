@@ -114,7 +114,7 @@ class Measured:
 class Overlaps(NamedTuple):
     """Which prompts occur in what a drafter was trained on or drafts from."""
 
-    found: Mapping[tuple[str, str], bool]
+    contaminated: Mapping[tuple[str, str], bool]
     """By task and prompt id; prompts that were not checked are missing."""
     rule: str = ""
     """What counts as an occurrence, in words."""

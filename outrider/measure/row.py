@@ -51,8 +51,11 @@ def acceptance(runs: Sequence[Run]) -> dict[str, Any]:
     """The row's fields about drafted and accepted tokens, over all steps of all runs."""
     accepted = [a for run in runs for a in run.accepted]
     reached = [r for run in runs for r in run.reached]
-    per_step, depths = list(zip(accepted, reached, strict=True)), max(reached, default=0)
-    tokens, steps, total_accepted = sum(len(run.tokens) for run in runs), sum(run.steps for run in runs), sum(accepted)
+    per_step = list(zip(accepted, reached, strict=True))
+    depths = max(reached, default=0)
+    tokens = sum(len(run.tokens) for run in runs)
+    steps = sum(run.steps for run in runs)
+    total_accepted = sum(accepted)
     nodes = sum(sum(run.nodes or run.reached) for run in runs)
     interval = bootstrap.ratio_of_totals([len(run.tokens) for run in runs], [run.steps for run in runs])
     return {
@@ -127,7 +130,8 @@ def batches(samples: Sequence[Sample]) -> list[list[Sample]]:
 def _times(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     """How a step's seconds are spent, and latencies."""
     parts = {name: sum(getattr(run, f"{name}_s") for run in runs) for name in ("draft", "verify", "other")}
-    inside, alone = sum(parts.values()), sum(run.draft_s + run.verify_s + run.other_s for run in plain)
+    inside = sum(parts.values())
+    alone = sum(run.draft_s + run.verify_s + run.other_s for run in plain)
     gaps, plain_gaps = ([gap for run in some for gap in run.gaps_s] for some in (runs, plain))
     per_token, plain_per_token = ([_per_token(run) for run in some] for some in (runs, plain))
     return {
@@ -173,7 +177,7 @@ def _prompt(measured: Measured, sample: Sample, overlaps: Overlaps | None) -> Pr
         speedup=alone.seconds / len(alone.tokens) * len(run.tokens) / run.seconds,
         exact=first is None if is_greedy else None, first_difference=first,
         tpot_ms=1000 * _per_token(run), plain_tpot_ms=1000 * _per_token(alone),
-        contaminated=None if overlaps is None else overlaps.found.get((measured.task, name)),
+        contaminated=None if overlaps is None else overlaps.contaminated.get((measured.task, name)),
     )  # fmt: skip
 
 
@@ -234,8 +238,10 @@ def _by_group(samples: Sequence[Sample]) -> tuple[Group, ...]:
 def _group(name: str, samples: Sequence[Sample]) -> Group:
     runs = [sample.run for sample in samples]
     steps = [step for run in runs for step in zip(run.accepted, run.reached, strict=True)]
-    judged, accepted = sum(a + (a < r) for a, r in steps), sum(a for a, _ in steps)
-    tokens, passes = sum(len(run.tokens) for run in runs), sum(run.steps for run in runs)
+    judged = sum(a + (a < r) for a, r in steps)
+    accepted = sum(a for a, _ in steps)
+    tokens = sum(len(run.tokens) for run in runs)
+    passes = sum(run.steps for run in runs)
     return Group(
         name=name, prompts=len(runs), tokens=tokens, steps=passes, judged=judged, accepted=accepted,
         tokens_per_step=_share(tokens, passes), token_acceptance=_share(accepted, judged),
@@ -260,7 +266,8 @@ def by_position(runs: Sequence[Run]) -> tuple[PositionRange, ...]:
 
 def _range(number: int, steps: Sequence[Sequence[int]]) -> PositionRange:
     """steps: tokens committed, accepted, and depth of each."""
-    tokens, accepted = sum(step[0] for step in steps), sum(step[1] for step in steps)
+    tokens = sum(step[0] for step in steps)
+    accepted = sum(step[1] for step in steps)
     judged = sum(a + (a < r) for _, a, r in steps)
     return PositionRange(
         begin=(0, *ENDS)[number], end=(*ENDS, None)[number], steps=len(steps), tokens=tokens, judged=judged,

@@ -78,7 +78,8 @@ def evaluate(
     the same folder; on_wait is called while waiting for them, and may raise.
     Raises DataError if all prompts of a task are left out.
     """
-    config, target = config or Config(), as_target(target)
+    config = config or Config()
+    target = as_target(target)
     trainings = {name: Training.model_validate(values) for name, values in (training or {}).items()}
     drawn = {task: draw(task, config) for task in config.tasks} if drawn is None else drawn
     entries = entries_of(as_drafters(drafters, target), config, trainings)
@@ -167,7 +168,9 @@ def _prepare_task(
     done: Journal,
 ) -> None:
     """Warm up, and restore what policies and drafters had learnt when the task was interrupted."""
-    records = [record for record in done.own if record.task == task_name(task) and journal.is_of(record, prompts)]
+    records = [
+        record for record in done.own_records if record.task == task_name(task) and journal.is_of(record, prompts)
+    ]
     if not _is_complete(done, task, prompts, config):
         _warm_up(target, [measured.entry for measured in table], prompts[0], config)
     if lost := groups.restore(target, records, prompts, table, config):
@@ -188,7 +191,7 @@ def _measure_task(
         group = _next_group(target, name, prompts, config, done, shard, report_progress)
         if not group:
             return
-        traced = sum(bool(each.traced) for record in done.own if record.task == name for each in record.prompts)
+        traced = sum(bool(each.traced) for record in done.own_records if record.task == name for each in record.prompts)
         num_to_trace = max(0, -(-config.traced_prompts // shard.count) - traced)
         with contents.held():
             record = groups.measure(target, name, group, table, config, num_to_trace)
@@ -200,7 +203,7 @@ def _measure_task(
 def _warn_of_load(done: Journal, record: Record) -> None:
     """Warn about load the first time it occurs."""
     lost = [each.lost or 0.0 for each in record.contention if each.is_high]
-    if lost and sum(any(each.is_high for each in earlier.contention) for earlier in done.own) == 1:
+    if lost and sum(any(each.is_high for each in earlier.contention) for earlier in done.own_records) == 1:
         log.warning(
             "other programs took %.0f %% of a run's time: short runs are measured again while that lasts, and the "
             "report marks times that can't be trusted; stop these programs for accurate times", 100 * max(lost),

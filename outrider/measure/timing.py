@@ -42,7 +42,9 @@ def run_batch(
         step, parts = None, (0.0, 0.0, 0.0, 0.0)
         for progress in serve(target, requests, drafter, policy=policy, state=state):
             if state.timing is not step:  # the first slot of a new step
-                step, now, slots = state.timing, time.perf_counter(), len(state.rows)
+                step = state.timing
+                now = time.perf_counter()
+                slots = len(state.rows)
                 # a step within a single call counts as the models' time
                 seconds = (step.draft, step.verify, step.other, clock.since(step.began) or step.verify)
                 parts = tuple(part / slots for part in seconds)  # type: ignore[assignment]
@@ -68,9 +70,11 @@ def run_batch(
             run.other_s += parts[2]
             run.model_s += parts[3]
         whole_s = time.perf_counter() - began
-    peak, tokens = peak_memory.peak_bytes(target.device) if is_watched else None, sum(len(run.tokens) for run in runs)
+    peak = peak_memory.peak_bytes(target.device) if is_watched else None
+    tokens = sum(len(run.tokens) for run in runs)
     for run in runs:
-        run.seconds, run.memory_peak_bytes = whole_s * len(run.tokens) / tokens, peak
+        run.seconds = whole_s * len(run.tokens) / tokens
+        run.memory_peak_bytes = peak
     runs[0].invalid = state.invalid  # counted for all slots together
     if len(runs) == 1:
         runs[0].done_s = whole_s

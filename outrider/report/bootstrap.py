@@ -190,6 +190,7 @@ def _times(taken: NDArray[np.int64], prompts: int) -> Floats:
 
 def _taken(prompts: int, draws: int, seed: int) -> Iterator[NDArray[np.int64]]:
     """Which prompts each draw takes, [some draws, prompts] at a time: 10,000 draws of 1,000 prompts take 80 MB."""
-    noise, piece = np.random.default_rng(seed), max(1, 2_000_000 // prompts)
+    noise = np.random.default_rng(seed)
+    piece = max(1, 2_000_000 // prompts)
     for start in range(0, draws, piece):
         yield noise.integers(0, prompts, (min(piece, draws - start), prompts))

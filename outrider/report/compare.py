@@ -231,7 +231,9 @@ def _against(base: Report, name: str, other: Report) -> Against:
 
 def _matched(base: Sequence[Row], other: Sequence[Row]) -> tuple[list[tuple[Row, Row]], tuple[str, ...]]:
     """Rows of the same drafter, task, temperature and rule; then rows that are alone on their task and temperature."""
-    left, right, matched = list(base), list(other), []
+    left = list(base)
+    right = list(other)
+    matched = []
     for key in (lambda row: (row.drafter, *_place(row)), _place):
         for row in list(left):
             candidates = [candidate for candidate in right if key(candidate) == key(row)]

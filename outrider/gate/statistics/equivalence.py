@@ -82,7 +82,8 @@ def equivalence(
 def _needed(gained: np.ndarray[Any, Any], margin: float, span: float, level: float, power: float = 0.8) -> int:
     """Prompts for which both bounds lie within the margin with probability `power`, if the true difference is 0."""
     z_level, z_power = (float(ndtri(share)) for share in (level, (1 + power) / 2))
-    variance, imagined = float((gained**2).mean()), 2 * IMAGINED * span**2
+    variance = float((gained**2).mean())
+    imagined = 2 * IMAGINED * span**2
 
     def is_enough(count: int) -> bool:
         # imagined prompts weigh less among more real ones; only real ones move the center

@@ -79,7 +79,8 @@ def compare(new: Report, old: Report, shared: float = 0.8) -> MatchedReports:
         raise DataError(
             "no row of the candidate matches one of the baseline; measure the same drafter on the same tasks"
         )
-    several, temperatures = len(names) > 1, len({t for _, t in pairs_of}) > 1
+    several = len(names) > 1
+    temperatures = len({t for _, t in pairs_of}) > 1
     groups = [
         DrafterRows(" ".join(filter(None, (names[d] if several else "", f"T {t:g}" if temperatures else ""))), pairs)
         for (d, t), pairs in pairs_of.items()
@@ -98,7 +99,8 @@ def _names(new: Report, old: Report) -> tuple[dict[str, str], list[str]]:
     successor."""
     new_names, old_names = (list(dict.fromkeys(row.drafter for row in report.rows)) for report in (new, old))
     names = {name: name for name in old_names if name in new_names}
-    added, gone = [n for n in new_names if n not in names], [n for n in old_names if n not in names]
+    added = [n for n in new_names if n not in names]
+    gone = [n for n in old_names if n not in names]
     if len(added) == len(gone) == 1:
         return names | {gone[0]: added[0]}, [f"{added[0]} takes the place of {gone[0]}."]
     return names, [

@@ -108,7 +108,8 @@ def mt_bench(row: Row) -> Prompt:
 
 
 def alpaca(row: Row) -> Prompt:
-    instruction, context = text(row, "instruction"), text(row, "input") if has(row, "input") else ""
+    instruction = text(row, "instruction")
+    context = text(row, "input") if has(row, "input") else ""
     if not context:
         return Prompt("", (instruction,))
     return Prompt("", (instruction + INPUT.format(input=context),), bare=(f"{instruction}\n{context}",))

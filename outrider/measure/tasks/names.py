@@ -155,7 +155,8 @@ def load(task: str, data: str | Path | None = None, revision: str | None = None)
     data_set = TASKS[task]
     paths = files_of(data_set, data) if data is not None else ()
     if paths:
-        place, content = ", ".join(map(str, paths)), content_of(paths)
+        place = ", ".join(map(str, paths))
+        content = content_of(paths)
         _refuse_other(content, place, revision)
         rows, revision = of_paths(paths), content
     else:

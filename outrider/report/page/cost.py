@@ -74,7 +74,8 @@ def texts(figures: Costs) -> dict[str, str]:
 
 
 def money(value: float) -> str:
-    sign, size = "−" if value < 0 else "", abs(value)
+    sign = "−" if value < 0 else ""
+    size = abs(value)
     decimals = 0 if size >= 1000 else 2 if size >= 0.1 or size == 0 else 4
     return f"{sign}${size:,.{decimals}f}"
 
