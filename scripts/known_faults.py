@@ -115,7 +115,7 @@ FAULTS = [
     fault(
         "the bonus token comes from the wrong row",
         ("walk", "is_accepted[:, None], _row(p, n + 1), r", "is_accepted[:, None], p[:, n], r"),
-        ("accept_greedy", "following.append(wanted[at + 1])", "following.append(wanted[max(at, 0)])"),
+        ("accept_greedy", "following.append(chosen[at + 1])", "following.append(chosen[max(at, 0)])"),
         ("Chain.accepted", "left = self.p[slots, counts]", "left = self.p[slots, (counts - 1).clamp(min=0)]"),
     ),
     fault(
@@ -179,8 +179,8 @@ FAULTS = [
         "the greedy path accepts a node whose parent was rejected",
         (
             "accept_greedy",
-            "if parents[n] == at and tokens[n] == wanted[at + 1]:",
-            "if tokens[n] == wanted[parents[n] + 1]:",
+            "if parents[n] == at and tokens[n] == chosen[at + 1]:",
+            "if tokens[n] == chosen[parents[n] + 1]:",
         ),
     ),
     fault(
@@ -1169,8 +1169,8 @@ FAULTS = [
         "after a restart of the server, counts of the period are negative",
         (
             "Counters.since",
-            "Acceptance() if before is None or restarted else before.total",
-            "Acceptance() if before is None else before.total",
+            "SpeculationStats() if before is None or restarted else before.total",
+            "SpeculationStats() if before is None else before.total",
         ),
     ),
     fault(
@@ -1213,7 +1213,7 @@ FAULTS = [
     fault("a server with API keys keeps one prefix cache for all of them", ("Reader.requests", "tenant=owner, ", "")),
     fault(
         "a resumed batch answers every request again",
-        ("run", "for line in lines_of(given) if line.custom_id not in before", "for line in lines_of(given)"),
+        ("run", "for line in lines_of(source) if line.custom_id not in before", "for line in lines_of(source)"),
     ),
     fault(
         "one API key's long queue starves the requests of all other keys",

@@ -81,7 +81,7 @@ def distribution(logits: Tensor, settings: Settings) -> Tensor:
         return _distribution_of_few(logits, settings, kinds[0])
     p = torch.empty_like(logits)
     for k in kinds:
-        slots = torch.tensor([own == k for own in top_k], device=logits.device)
+        slots = torch.tensor([slot_k == k for slot_k in top_k], device=logits.device)
         p[slots] = _distribution_of_few(logits[slots], settings.of_slots(slots), k)
     return p
 

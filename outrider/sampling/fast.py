@@ -26,14 +26,14 @@ def accept_greedy(draft: Draft, choice: list[list[int]], vocabulary: int) -> Acc
     """
     rows = zip(draft.ids, draft.tree, draft.live, choice, strict=True)
     paths, following = [], []
-    for tokens, parents, size, wanted in rows:
+    for tokens, parents, size, chosen in rows:
         at, path = -1, []
         for n in range(size):
-            if parents[n] == at and tokens[n] == wanted[at + 1]:
+            if parents[n] == at and tokens[n] == chosen[at + 1]:
                 path.append(n)
                 at = n
         paths.append(path)
-        following.append(wanted[at + 1])
+        following.append(chosen[at + 1])
     return Accepted(paths, following, outside(draft, vocabulary))
 
 
@@ -99,14 +99,14 @@ class Chain:
     @classmethod
     def of(cls, draft: Draft, p: Tensor) -> Chain:
         assert draft.q is not None
-        tokens, known, valid = checked_nodes(draft, draft.q, p.shape[-1])
-        own, sizes = tokens[..., None], draft.sizes.to(tokens.device)
+        tokens, in_vocabulary, valid = checked_nodes(draft, draft.q, p.shape[-1])
+        ids, sizes = tokens[..., None], draft.sizes.to(tokens.device)
         # all valid is the usual case, and a copy would be as large as q
-        q = draft.q if bool(valid.all()) else repaired_q(draft.q, tokens, known, valid)
+        q = draft.q if bool(valid.all()) else repaired_q(draft.q, tokens, in_vocabulary, valid)
         q = q.to(p.dtype)
         live = torch.arange(tokens.shape[1], device=tokens.device) < sizes[:, None]
-        p_own = torch.where(known, p[:, :-1].gather(-1, own)[..., 0], 0.0)
-        q_own = torch.where(known, q.gather(-1, own)[..., 0], 1.0)
+        p_own = torch.where(in_vocabulary, p[:, :-1].gather(-1, ids)[..., 0], 0.0)
+        q_own = torch.where(in_vocabulary, q.gather(-1, ids)[..., 0], 1.0)
         return cls(p, q, live, p_own, q_own, sizes, (~valid & live).sum(-1))
 
     def accepted(self, counts: Tensor, weight: Tensor | None, streams: Streams) -> Accepted:

@@ -119,14 +119,14 @@ def _source(kind: Kind, text: str) -> str:
         "regex": (matcher.grammar_from_regex, "regular expression of Rust's syntax"),
         "lark": (matcher.grammar_from_lark, "Lark grammar"),
     }
-    make, wanted = makers[kind]
+    make, expected = makers[kind]
     try:
         source = make(text)
         is_wrong, messages = matcher.validate_grammar_with_warnings(source)
     except (TypeError, ValueError) as error:
         is_wrong, messages = True, [str(error)]
     if is_wrong:
-        raise ConfigError(f"the grammar {_short(text)} is not a {wanted}: {_first_line(messages[0])}")
+        raise ConfigError(f"the grammar {_short(text)} is not a {expected}: {_first_line(messages[0])}")
     for message in messages:
         logging.getLogger(__name__).warning("grammar %s: %s", _short(text), message)
     return source

@@ -124,9 +124,9 @@ class SamplingJudge(Judge):
     def __call__(self, draft: Draft, scores: Scores, state: DecodeState) -> Accepted:
         logits = self._logits = processed(scores.logits, draft, self.prefixes)
         self._are_numbers = False
-        found = self._by_kernels(draft, state)
-        if found is not None:
-            return found
+        accepted = self._by_kernels(draft, state)
+        if accepted is not None:
+            return accepted
         if self.rule is None and self.temperature is None:
             chosen = scores.choice if logits is scores.logits else None
             if chosen is None:
@@ -179,8 +179,8 @@ class SamplingJudge(Judge):
                 logits = self._logits[one, rows]
                 # at temperature 0, where the distribution is one-hot, the softmax of the logits
                 is_cold = request.sampling.temperature == 0
-                found = log_probs(logits) if is_cold else distribution(logits, self.settings.of_slots(one)).log()
-                self.logprobs[row] += logprobs.read(found[0], texts[b][-len(rows) :], request.sampling.logprobs)
+                scored = log_probs(logits) if is_cold else distribution(logits, self.settings.of_slots(one)).log()
+                self.logprobs[row] += logprobs.read(scored[0], texts[b][-len(rows) :], request.sampling.logprobs)
         return errors
 
     def _wrong_numbers(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> Mapping[int, Exception]:

@@ -23,10 +23,10 @@ class TokenLogprob(NamedTuple):
 
 def read(distribution: Tensor, tokens: list[int], alternatives: int) -> list[TokenLogprob]:
     """distribution [R, V]: log probabilities of the rows that predicted these R tokens."""
-    own = distribution.gather(-1, torch.tensor(tokens, device=distribution.device)[:, None])[:, 0].tolist()
+    logprobs = distribution.gather(-1, torch.tensor(tokens, device=distribution.device)[:, None])[:, 0].tolist()
     best = distribution.topk(min(alternatives, distribution.shape[-1]), -1)
-    found = []
-    for token, logprob, values, ids in zip(tokens, own, best.values.tolist(), best.indices.tolist(), strict=True):
+    result = []
+    for token, logprob, values, ids in zip(tokens, logprobs, best.values.tolist(), best.indices.tolist(), strict=True):
         top = tuple((n, value) for n, value in zip(ids, values, strict=True) if value > -torch.inf)
-        found.append(TokenLogprob(token, logprob, top))
-    return found
+        result.append(TokenLogprob(token, logprob, top))
+    return result

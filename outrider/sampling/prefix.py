@@ -78,10 +78,10 @@ class Prefix:
     def forbidden(self, path: Path, vocabulary: int) -> list[int]:
         """Tokens that can't follow this path: the last token of bad words, and end tokens that come too early."""
         words = self._words.get(path[-1] if path else self.tokens[-1], ()) if self._words else ()
-        found = [word[-1] for word in words if self._ends_with(path, word[:-1])]
+        forbidden_ids = [word[-1] for word in words if self._ends_with(path, word[:-1])]
         if len(self.tokens) - self.start + len(path) < self.sampling.min_new_tokens:
-            found += [token for token in self.ends if token < vocabulary]
-        return found
+            forbidden_ids += [token for token in self.ends if token < vocabulary]
+        return forbidden_ids
 
     def _ends_with(self, path: Path, words: Path) -> bool:
         return (*self.tokens[-len(words) :], *path)[-len(words) :] == words
@@ -179,14 +179,14 @@ def _reached(draft: Draft, b: int, prefix: Prefix, vocabulary: int) -> Iterator[
 
 def is_one_hot(q: Tensor, tokens: Tensor) -> Tensor:
     """Whether q [..., V] is 1 at its own token and 0 elsewhere.  [...] bool."""
-    own = q.gather(-1, tokens.clamp(0, q.shape[-1] - 1)[..., None])[..., 0]
-    return (own == 1) & (q.count_nonzero(dim=-1) == 1)
+    q_of_token = q.gather(-1, tokens.clamp(0, q.shape[-1] - 1)[..., None])[..., 0]
+    return (q_of_token == 1) & (q.count_nonzero(dim=-1) == 1)
 
 
 def _joined(columns: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
     """(index in the batch, value), one entry for each value of every slot's column."""
     slots, values = zip(*columns, strict=True)
-    where = torch.tensor(slots).repeat_interleave(torch.tensor([len(own) for own in values]))
+    where = torch.tensor(slots).repeat_interleave(torch.tensor([len(column) for column in values]))
     return where.to(values[0].device), torch.cat(values)
 
 
@@ -202,10 +202,10 @@ def _penalise(out: Tensor, penalties: dict[int, Penalties], rows: list[Row]) -> 
     """Sparse: the tokens of each text once for all its rows, then those of each path, with that row's own counts."""
     if not penalties:
         return
-    where, ids = _joined([(b, own.ids) for b, own in penalties.items()])
-    times = torch.cat([own.times for own in penalties.values()])
+    where, ids = _joined([(b, penalty.ids) for b, penalty in penalties.items()])
+    times = torch.cat([penalty.times for penalty in penalties.values()])
     strength = out.new_ones(len(out), 3, dtype=torch.float64)
-    strength[list(penalties)] = strength.new_tensor([own.strength for own in penalties.values()])
+    strength[list(penalties)] = strength.new_tensor([penalty.strength for penalty in penalties.values()])
     entries = [
         (b, row, token, penalties[b].output[token] + more)
         for b, _, row, path in rows

@@ -61,14 +61,14 @@ class Sampling:
     """Form of the output: `Grammar.json(schema)`, `Grammar.regex(pattern)` or `Grammar.lark(text)`."""
 
     def __post_init__(self) -> None:
-        for name, (read, is_right, wanted) in NUMBERS.items():
+        for name, (read, is_right, requirement) in NUMBERS.items():
             value = getattr(self, name)
             if value is None and name in ("seed", "logprobs"):
                 continue
             value = read(name, value)
             object.__setattr__(self, name, value)
             if not is_right(value):
-                raise ConfigError(f"{name} {wanted}, got {value}")
+                raise ConfigError(f"{name} {requirement}, got {value}")
         with _of_form("logit_bias", self.logit_bias, "a mapping {token id: bias}"):
             items = dict(self.logit_bias).items()
             bias = tuple(
@@ -133,12 +133,12 @@ class Sampling:
 
 
 @contextmanager
-def _of_form(name: str, value: Any, wanted: str) -> Iterator[None]:
+def _of_form(name: str, value: Any, expected: str) -> Iterator[None]:
     """A TypeError from inside becomes a ConfigError that says what was given and what is wanted."""
     try:
         yield
     except TypeError as error:
-        raise ConfigError(f"{name} must be {wanted}, got {value!r:.80}") from error
+        raise ConfigError(f"{name} must be {expected}, got {value!r:.80}") from error
 
 
 def whole(name: str, value: Any) -> int:

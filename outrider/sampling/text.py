@@ -179,8 +179,8 @@ class TextStream:
         self._decode_window()
         # A run may be long and is decoded once, when it is closed.  Until then its bytes show whether a stop is
         # possible.
-        found = _first(self._stops, self._held + self._rest + _text_of_run(self._run))
-        return _first(self._stops, self._left()) if found >= 0 and self._run else found
+        position = _first(self._stops, self._held + self._rest + _text_of_run(self._run))
+        return _first(self._stops, self._left()) if position >= 0 and self._run else position
 
     def _left(self) -> str:
         """All text that was not given out yet."""

@@ -39,17 +39,17 @@ class Line(NamedTuple):
 
 def lines_of(path: Path) -> Iterator[Line]:
     """The requests of a file.  Raises DataError, with the number of the line, for one that can't be read."""
-    known: set[str] = set()
+    ids: set[str] = set()
     try:
         with path.open("rb") as file:
             for number, text in enumerate(file, 1):
                 if text.strip():
-                    yield _line(text, f"{path}, line {number}", known)
+                    yield _line(text, f"{path}, line {number}", ids)
     except OSError as error:
         raise DataError(f"can't read {path}: {error.strerror}; give a JSONL file") from None
 
 
-def _line(text: bytes, where: str, known: set[str]) -> Line:
+def _line(text: bytes, where: str, ids: set[str]) -> Line:
     try:
         row = read(text, where)
     except Refusal as refusal:
@@ -60,39 +60,39 @@ def _line(text: bytes, where: str, known: set[str]) -> Line:
         raise DataError(
             f"{where} asks for {row.get('method', 'POST')} {row.get('url')!r}; wanted POST and {' or '.join(URLS)}"
         )
-    if row["custom_id"] in known:
+    if row["custom_id"] in ids:
         raise DataError(f"{where}: custom_id {row['custom_id']!r} was there before; each must be another")
-    known.add(row["custom_id"])
+    ids.add(row["custom_id"])
     return Line(row["custom_id"], URLS[row["url"]], row["body"], len(text))
 
 
 def answered(path: Path) -> set[str]:
     """The custom_ids that have an answer; a last line that was cut short is taken away.  Raises DataError for a file of
     something else."""
-    found: set[str] = set()
+    ids: set[str] = set()
     for number, line in whole_lines(path):
         try:
-            found.add(json.loads(line)["custom_id"])
+            ids.add(json.loads(line)["custom_id"])
         except (ValueError, LookupError, TypeError):
             raise DataError(f"{path}, line {number}, is no answer of a batch; name another file") from None
-    return found
+    return ids
 
 
-def check(given: Path, to: Path) -> tuple[int, int]:
+def check(source: Path, to: Path) -> tuple[int, int]:
     """Number of requests, and of those answered before.  Raises DataError or ConfigError, before any weight loads."""
-    if to.exists() and given.exists() and given.samefile(to):
-        raise ConfigError(f"answers would overwrite {given}; name another file with --batch-out")
+    if to.exists() and source.exists() and source.samefile(to):
+        raise ConfigError(f"answers would overwrite {source}; name another file with --batch-out")
     if not to.parent.is_dir():
         raise ConfigError(f"can't write the answers to {to}: there is no folder {to.parent}; make it first")
     before = answered(to)
-    ids = [line.custom_id for line in lines_of(given)]
+    ids = [line.custom_id for line in lines_of(source)]
     return len(ids), len(before.intersection(ids))
 
 
-def run(service: Service, post: Post, given: Path, to: Path, update: Update = lambda done, refused: None) -> int:
+def run(service: Service, post: Post, source: Path, to: Path, update: Update = lambda done, refused: None) -> int:
     """Answer the requests of a file that have no answer yet; returns how many were refused."""
     before = answered(to)
-    waiting = (line for line in lines_of(given) if line.custom_id not in before)
+    waiting = (line for line in lines_of(source) if line.custom_id not in before)
 
     async def main() -> int:
         post.loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""The `serve` section of a run file: address, slots, limits, and who may ask."""
+"""The `serve` section of a run file: address, slots, limits and access."""
 
 from __future__ import annotations
 
@@ -11,71 +11,72 @@ from outrider.serve.learning.config import Learning
 
 
 class Config(Base):
-    """How a server decodes, what it refuses, and who may ask it."""
+    """How a server decodes, what it refuses, and who has access."""
 
     host: str = "127.0.0.1"
-    """Address to listen on.  One that other machines reach needs `keys`, or `allow_anonymous`."""
+    """Address to listen on.  An address that other machines can reach needs `keys`, or `allow_anonymous`."""
     port: int = Field(8000, ge=0, le=65535)
-    """Number of the port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 chooses a free one."""
     name: str | None = Field(None, min_length=1)
-    """Name of the model in requests and answers; the target's own, or its folder's, unless given."""
+    """Name of the model in requests and answers; defaults to the target's name, or its folder's."""
     slots: PositiveInt = 16
-    """Texts that are continued at the same time."""
+    """Texts that are generated at the same time."""
     length: int | None = Field(None, ge=2)
-    """Most tokens of a prompt with its answer; the target's context, or what fits into `memory_gb`, unless given."""
+    """Most tokens of a prompt and its answer together; defaults to the target's context, or to what fits into
+    `memory_gb`."""
     memory_gb: PositiveFloat | None = None
-    """Most memory of keys and values, in GB, of all texts together.  On a CPU under Linux a text that would exceed it
-    waits; elsewhere slots that could exceed it are refused at the start.  Unless given, all that is free for a
-    `length`, and half of it without one."""
+    """Most memory for the KV cache of all texts together, in GB.  On a CPU under Linux a text that would exceed it
+    waits; elsewhere slots that could exceed it are refused at the start.  Defaults to all free memory if `length` is
+    given, and to half of it otherwise."""
     queue: PositiveInt = 256
-    """Most texts that wait for a slot; a request that would make it more is refused with 429, unless its key has less
-    than its share of these places."""
+    """Most texts that wait for a slot; a request beyond it is refused with 429, unless its key has less than its share
+    of the queue."""
     policy: Literal["fixed", "auto"] = "auto"
-    """How much is drafted: all that the drafter offers, or what pays by measured seconds at the load of the moment."""
+    """How much is drafted: as much as the drafter offers, or what pays off by measured times at the current load."""
     verification: str = "standard"
     """`standard`, or `block`, which accepts more of a sampled chain; both are exact.  `typical`, `relaxed`, `relay`,
-    `scorer` and `counterfactual`, with their settings in brackets, are not."""
+    `scorer` and `counterfactual`, with their settings in brackets, are lossy."""
     allow_lossy: bool = False
-    """A lossy verification is refused without it."""
+    """Allow a lossy verification."""
     prefix_bytes: NonNegativeInt | None = None
-    """Memory for the beginnings of prompts that requests share, as a number of bytes: with it, they are read once.  A
-    tenth of what is free when the server starts, unless given; 0 shares none."""
+    """Memory of the prefix cache in bytes: prompts that begin alike share the computation of their common prefix.
+    Defaults to a tenth of the memory that is free when the server starts; 0 switches the cache off."""
     interval_s: NonNegativeFloat = 0.01
-    """Fewest seconds between two pieces of a stream, so that steps of a millisecond are not sent one by one; first
-    tokens and ends don't wait.  0 sends every step."""
+    """Shortest time between two chunks of a stream, in seconds, so that steps of a millisecond are not sent one by one;
+    first tokens and ends are sent at once.  0 sends every step."""
     drafter_timeout_s: PositiveFloat = 10.0
     """Seconds after which a drafter that does not return is switched off."""
     timeout_s: PositiveFloat | None = None
-    """Most seconds of a request, in the queue too; none unless given.  A request may ask for fewer."""
+    """Time limit of a request in seconds, including its time in the queue; no limit by default.  A request may set a
+    shorter one."""
     drain_s: NonNegativeFloat = 30.0
-    """Seconds that running requests have to end in after SIGTERM."""
+    """Seconds that running requests have to finish after SIGTERM."""
     body_bytes: PositiveInt = 4 * 2**20
-    """Largest body of a request, as a number of bytes; a larger one is refused with 413."""
+    """Largest request body in bytes; a larger one is refused with 413."""
     connections: PositiveInt = 1024
-    """Most connections at once, fewer where the process may open fewer files.  Where there are more, the address with
-    most that answer nothing loses its oldest one."""
+    """Most connections at once, fewer if the process may open fewer files.  Beyond it, the address with the most idle
+    connections loses its oldest one."""
     address_connections: PositiveInt = 256
-    """Most connections of one address that answer nothing."""
+    """Most idle connections of one address."""
     prompt_tokens: PositiveInt | None = None
-    """Most tokens of a prompt; what `length` allows unless given."""
+    """Most tokens of a prompt; defaults to what `length` allows."""
     max_tokens: PositiveInt | None = None
-    """Most tokens of an answer; what `length` allows unless given."""
+    """Most tokens of an answer; defaults to what `length` allows."""
     n: PositiveInt = 16
     """Highest number of answers to one prompt."""
     texts: PositiveInt = 64
     """Most texts of one request: prompts times answers."""
     keys: str | None = None
-    """File of API keys, made by `outrider keys add`; without one everybody who reaches the server may ask."""
+    """File of API keys, made by `outrider keys add`; without it, no key is required."""
     concurrent: PositiveInt = 64
-    """Requests that a key without a number of its own may have running at once; further ones are refused with 429."""
+    """Most concurrent requests of a key that has no limit of its own; further ones are refused with 429."""
     allow_anonymous: bool = False
-    """Let other machines ask without a key."""
+    """Accept requests of other machines without a key."""
     hosts: tuple[str, ...] = ()
-    """Names besides those of this machine by which a server without keys may be asked."""
+    """Further host names, besides those of this machine, under which a server without keys accepts requests."""
     request_log: str | None = None
-    """File that gets a JSON line for each request, which `outrider replay` reads; lengths without texts."""
+    """File that gets a JSON line for each request, for `outrider replay`; it has lengths instead of texts."""
     log_prompts: bool = False
-    """Write prompts and answers into the request log too.  Ask those who send them first."""
+    """Write prompts and answers into the request log, too.  Get the consent of the senders first."""
     learning: Learning | None = None
-    """The drafter learns from the texts that are served, which are stored; see docs/learning.md.  It does not unless
-    given."""
+    """Train the drafter on the served texts, which are stored; see docs/learning.md.  Off by default."""

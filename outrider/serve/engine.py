@@ -1,8 +1,8 @@
-"""The engine: one thread that continues the texts of many callers, over the slots of one batch.
+"""The engine: one thread that generates the texts of many callers in the slots of one batch (continuous batching).
 
-A round of its loop drops what was cancelled, gives free slots to what waits, asks the scheduler for a step, and gives
-everybody what the step added.  So requests come and go without waiting for each other, and a long prompt holds up the
-others for one piece at most.
+Each round of its loop drops cancelled calls, admits waiting calls to free slots, runs a step of the scheduler, and
+sends every caller its new output.  So requests start and end independently, and a long prompt delays the others by one
+chunk at most.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ INTERNAL = "the engine failed on this request; the server's log says why"
 
 
 class Engine:
-    """Continues calls over `slots` slots of at most `length` tokens, prompt and answer.
+    """Generates the texts of calls in `slots` slots of at most `length` tokens, prompt and answer together.
 
-    length: the target's context unless given, or less where that takes more than memory_bytes, which is half of what is
-    free unless given.  Texts that don't fit into it together wait.
-    policy, verification: as in `generate`; a policy that learns goes on learning from call to call.
-    queue: most calls that wait.  prefix_bytes: memory for beginnings of prompts that calls share.
-    post: runs callbacks elsewhere, such as `loop.call_soon_threadsafe`; called once a step, or once every interval_s
-    seconds where steps are shorter, and less often with many calls.  First tokens and ends don't wait.
-    drafter_timeout_s: seconds after which a drafter that does not return is given up.
+    length: defaults to the target's context, or to what fits into memory_bytes, which defaults to half of the free
+    memory.  Texts that together would exceed memory_bytes wait.
+    policy, verification: as in `generate`; an adaptive policy keeps its state from call to call.
+    queue: most waiting calls.  prefix_bytes: memory of the prefix cache.
+    post: runs callbacks elsewhere, such as `loop.call_soon_threadsafe`; called once per step, or every interval_s
+    seconds if steps are shorter, and less often with many calls.  First tokens and ends are sent at once.
+    drafter_timeout_s: seconds after which a drafter that does not return is switched off.
 
-    On a CPU, load and build what it needs in a thread that ends before `start`: OpenMP keeps the threads of everyone
-    who ever computed, and with more of them than cores, those that decode sleep at every barrier instead of spinning.
+    On a CPU, load target and drafter in a thread that ends before `start`: OpenMP keeps a thread pool for every thread
+    that ever computed, and with more threads than cores, the decoding ones sleep at every barrier instead of spinning.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class Engine:
         self.telemetry = Telemetry(target.spec.name, slots) if telemetry is None else telemetry
         inner = Drafter() if drafter is None else drafter
         self._drafts_always, self._shape = bool(inner.limit), cost_key(inner)
-        kept = functools.partial(generation.kept_costs, target, inner)
+        stored_costs = functools.partial(generation.stored_costs, target, inner)
         inner = with_predictions(inner, target.spec.vocabulary)
         self._limit = inner.limit
         self.drafter = GuardedDrafter(inner, self.telemetry.alarm)
-        self.policy = named.policy(named.DEFAULT if policy is None else policy, self.drafter, kept)
+        self.policy = named.policy(named.DEFAULT if policy is None else policy, self.drafter, stored_costs)
         self.slots = slots
         self.length, tokens = capacity(target, slots, length, memory_bytes, draft_columns(self.drafter))
         self.state = generation.batch(target, slots, verification)
@@ -89,11 +89,11 @@ class Engine:
             suspects=suspects, tokens=tokens, fast=self.runner.whole,
         )  # fmt: skip
         self.error = ""
-        """Why the engine ended by itself; "" while it works."""
+        """Why the engine failed; "" while it works."""
         self.listener: Listener | None = None
         """Set before `start`."""
         self.replaced = 0.0
-        """When another drafter was taken, by `time.monotonic`."""
+        """When the drafter was last replaced, by `time.monotonic`."""
         self._replacement: Drafter | None = None
         self._waiting = WaitingCalls(queue)
         self._serving: dict[int, Call] = {}
@@ -105,7 +105,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
         self._invalid = 0
-        """Invalid nodes that were reported."""
+        """Invalid nodes reported so far."""
 
     # ── for callers, from any thread ──────────────────────────────────────────────────────────────────────────────────
 
@@ -119,25 +119,25 @@ class Engine:
 
     @property
     def is_degraded(self) -> bool:
-        """The drafter was switched off; answers are decoded plainly."""
+        """The drafter was switched off; answers are decoded without drafts."""
         return self.drafter.is_off
 
     def start(self) -> Engine:
-        self._decode_in_a_thread()
+        self._start_decoding()
         if self._limit:
             threading.Thread(target=self._watch, name="outrider-watch", daemon=True).start()
         return self
 
     def submit(self, call: Call) -> Call:
-        """Queue a call.  QueueFull: too many wait.  EngineStopped: no more are taken.  DataError: it can't fit."""
+        """Queue a call.  Raises QueueFull; EngineStopped; DataError for a prompt that does not fit into a slot."""
         prompt = len(call.request.prompt)
         if prompt >= self.length:
             raise DataError(
-                f"the prompt has {prompt} tokens, and a slot holds {self.length} with the answer; shorten the prompt"
+                f"the prompt has {prompt} tokens, and prompt and answer have at most {self.length}; shorten the prompt"
             )
         with self._changed:
             if self._is_draining or self._over.is_set():
-                raise EngineStopped("the server is stopping and takes no more requests")
+                raise EngineStopped("the server is stopping and accepts no more requests")
             if self._waiting.is_full(call.owner):
                 self.telemetry.refused("queue_full")
                 raise QueueFull(len(self._waiting), seconds_to_next(list(self._serving.values()), self.slots))
@@ -147,24 +147,26 @@ class Engine:
         return call
 
     def cancel(self, call: Call) -> None:
-        """End a call; its slot is free after the step that is running.  One that has ended stays as it is."""
+        """End a call; its slot is free after the current step.  Does nothing if the call has ended."""
         with self._changed:
             self._cancelled.add(call)
             self._changed.notify()
 
     def replace(self, drafter: Drafter) -> None:
-        """Draft with other weights from the next step on; slots go on with what is stored for them.  No text changes.
+        """Draft with other weights from the next step on; slots keep their memory.  No text changes.
 
         Raises ConfigError for a drafter of another shape.
         """
         if (shape := cost_key(drafter)) != self._shape:
-            raise ConfigError(f"a drafter like {shape} can't replace one like {self._shape}; start a server with it")
+            raise ConfigError(
+                f"a drafter like {shape} can't replace one like {self._shape}; restart the server with it"
+            )
         with self._changed:
             self._replacement = drafter
             self._changed.notify()
 
     def stop(self, drain_s: float = 0.0) -> None:
-        """Take no more calls, let those that are here end for so many seconds, then cancel the rest."""
+        """Accept no more calls, let the current ones end for `drain_s` seconds, then cancel the rest."""
         with self._changed:
             self._is_draining = True
             self._changed.notify()
@@ -184,12 +186,12 @@ class Engine:
 
     # ── the thread ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _decode_in_a_thread(self) -> None:
+    def _start_decoding(self) -> None:
         self._thread = threading.Thread(target=self._run, name="outrider-decode", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        torch.set_num_threads(self.threads)  # a new thread does not take over what was set in another
+        torch.set_num_threads(self.threads)  # the setting is per thread
         try:
             with torch.inference_mode():
                 if not self._is_warm:
@@ -199,38 +201,38 @@ class Engine:
         except Abandoned:
             return
         except BaseException as error:
-            log.exception("the engine ends")
+            log.exception("the engine failed")
             self.error = f"{type(error).__name__}: {error}"
             self._end_all(INTERNAL)
         self._over.set()
 
     def _warm_up(self) -> None:
-        """Have the slots' memory allocated before the first call."""
+        """Allocate the slots' memory before the first call."""
         self._is_warm = True
         nothing = torch.zeros(1, 1, dtype=torch.int64, device=self.target.device)
         self.target.prefill(self.scheduler.cache, [0], nothing, [1], self.drafter.taps)
         self.scheduler.cache.free([0])
 
     def _watch(self) -> None:
-        """Gives decoding to another thread where the drafter hangs."""
+        """Continue decoding in another thread if the drafter hangs."""
         while not self._over.wait(min(1.0, self._drafter_timeout_s / 4)):
             if self.drafter.is_hung(self._drafter_timeout_s):
-                self._decode_in_a_thread()
+                self._start_decoding()
                 return
 
     def _round(self) -> bool:
         """One round of the loop; False at the end."""
         if not self._admit():
             return False
-        self._exchange()
-        found = self.scheduler.step()
-        self._note(found)
-        self._emit(found)
+        self._replace_drafter()
+        progress = self.scheduler.step()
+        self._note(progress)
+        self._emit(progress)
         self.scheduler.release()
         return True
 
     def _admit(self) -> bool:
-        """Drop calls that are over, give free slots to calls that wait; sleeps while there is nothing to do."""
+        """Drop calls that are over, and admit waiting calls to free slots; sleeps while idle."""
         with self._changed:
             while not (self._serving or self._waiting or self._is_draining or self._replacement):
                 self._cancelled.clear()
@@ -260,15 +262,15 @@ class Engine:
         self.telemetry.admitted(call)
 
     def _sleep(self) -> None:
-        """Until something changes; the listener knows that there are no calls meanwhile."""
+        """Wait for a change; the listener is told that the engine is idle."""
         if self.listener is not None:
             self.listener.busy(False)
         self._changed.wait()
         if self.listener is not None:
             self.listener.busy(True)
 
-    def _exchange(self) -> None:
-        """Take another drafter where one was given."""
+    def _replace_drafter(self) -> None:
+        """Replace the drafter if a new one is pending."""
         with self._changed:
             drafter, self._replacement = self._replacement, None
         if drafter is not None:
@@ -280,18 +282,18 @@ class Engine:
             self.replaced = time.monotonic()
 
     def _limit_drafts(self) -> None:
-        """Without a drafter, a step asks for drafts only while a request has a prediction."""
+        """Without a drafter, draft only while a request has a prediction."""
         if not self.drafter.is_off and not self._drafts_always:
             has_prediction = any(len(call.request.prediction) for call in self._serving.values())
             self.drafter.limit = self._limit if has_prediction else 0
 
-    def _note(self, found: Sequence[Progress]) -> None:
-        """Count what a step did."""
+    def _note(self, progress: Sequence[Progress]) -> None:
+        """Update the counts of calls and telemetry."""
         for call in self._serving.values():
             cached = self.scheduler.cached.get(call.number, 0)
             self.telemetry.cached(cached - call.cached)
             call.cached = cached
-        written = [each for each in found if each.tokens]
+        written = [each for each in progress if each.tokens]
         if not written:
             return
         calls = [self._serving[each.request] for each in written]
@@ -313,13 +315,13 @@ class Engine:
             self._invalid = self.state.invalid
             self.telemetry.alarm("invalid_draft")
 
-    # ── what callers are given ────────────────────────────────────────────────────────────────────────────────────────
+    # ── output ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _emit(self, found: Sequence[Progress]) -> None:
-        """Give every caller what is new."""
+    def _emit(self, progress: Sequence[Progress]) -> None:
+        """Send every caller its new output."""
         now = time.monotonic()
         urgent: set[Call] = set()
-        for each in found:
+        for each in progress:
             if each.error is None:
                 call, reason = self._serving[each.request], each.finish_reason
                 self._pending.put(call, Output(each.tokens, each.text, each.accepted, each.logprobs, reason))
@@ -327,29 +329,29 @@ class Engine:
                     urgent.add(call)
                 call.first, call.slot, call.written = call.first or now, each.row, call.written + len(each.tokens)
         self._pending.send_due(now, len(self._serving), urgent)
-        for each in found:
+        for each in progress:
             if each.finish_reason is not None:
                 call = self._serving.pop(each.request)
                 self._ended(call, each.finish_reason)
                 if self.listener is not None:
                     self.listener.ended(call, self.state.tokens[each.row][len(call.request.prompt) :])
-        for each in found:  # last: their slots are freed at once, and all others that are over
+        for each in progress:  # last, since this frees the slots of all calls that are over
             if each.error is not None:
                 self._fail(self._serving[each.request], each.error)
 
     def _fail(self, call: Call, error: Exception) -> None:
-        """End a call with what the error says, where a client may read it."""
+        """End a call with the error's message, if the client may see it."""
         if not isinstance(error, OutriderError):
             log.error("a pass failed", exc_info=error)
         self._end(call, "error", str(error) if isinstance(error, ConfigError | DataError) else INTERNAL)
 
     def _text(self, call: Call) -> str:
-        """What became final of its text since this was last asked."""
+        """Text that has become final since the last call."""
         judge: Any = self.state.judge
         return "" if call.slot is None else judge.text(call.slot)
 
     def _end(self, call: Call, reason: Ending, error: str = "") -> None:
-        """End a call that did not end by itself."""
+        """End an unfinished call."""
         self._pending.put(call, Output(finish_reason=reason, error=error))
         self._pending.send([call])
         self._ended(call, reason)

@@ -58,8 +58,8 @@ class Predicted(Ensemble):
     def static(self, memory: Memory, is_greedy: bool) -> StaticDrafter:
         """The inner drafter's own: a request with a prediction has no whole steps."""
         has_drafts = bool(self.inner.limit)
-        own: StaticDrafter = self.inner.static(memory.parts[INNER], is_greedy) if has_drafts else StaticDrafter()
-        return own
+        drafter: StaticDrafter = self.inner.static(memory.parts[INNER], is_greedy) if has_drafts else StaticDrafter()
+        return drafter
 
     def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
         memory.drafts.clear()
@@ -67,10 +67,10 @@ class Predicted(Ensemble):
         if not any(predicted):
             return self._asked(memory, state, budget)
         rest = [0 if tokens else most for tokens, most in zip(predicted, budget.tolist(), strict=True)]
-        own = Draft.checked(self._asked(memory, state, torch.tensor(rest)), len(rest)).first(torch.tensor(rest))
-        own = memory.drafts[INNER] = replace(own, origin=None)  # its nodes are numbered in their order
+        rest_draft = Draft.checked(self._asked(memory, state, torch.tensor(rest)), len(rest)).first(torch.tensor(rest))
+        rest_draft = memory.drafts[INNER] = replace(rest_draft, origin=None)  # its nodes are numbered in their order
         draft = Draft.chain(padded(predicted, 0, state.device), torch.tensor([len(tokens) for tokens in predicted]))
-        return self.join(memory, INNER, draft, own, budget, state.seeded)
+        return self.join(memory, INNER, draft, rest_draft, budget, state.seeded)
 
     def observe(self, memory: Memory, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
         if not self.inner.limit:
@@ -98,17 +98,17 @@ class Predicted(Ensemble):
         requests = [state.requests[row] for row in state.rows]
         if not any(len(request.prediction) for request in requests):
             return []
-        found: list[list[int]] = []
+        drafts: list[list[int]] = []
         for row, request, most in zip(state.rows, requests, budget.tolist(), strict=True):
             if not len(request.prediction):
-                found.append([])
+                drafts.append([])
                 continue
             if row not in memory.alignments:
                 memory.alignments[row] = Alignment(request.prediction, len(request.prompt))
             tokens = memory.alignments[row].following(state.tokens[row], min(most, self.most))
             wrong = next((n for n, token in enumerate(tokens) if not 0 <= token < self.vocabulary), len(tokens))
-            found.append(tokens[:wrong])
-        return found
+            drafts.append(tokens[:wrong])
+        return drafts
 
 
 class Alignment:
@@ -165,15 +165,15 @@ class Alignment:
     def _near(self, text: list[int]) -> list[int]:
         """The ends of the shortest matches before the prediction's own end: those nearest to where the text left."""
         self._letters = self._letters or _letters(self.prediction[:-1])
-        wanted, found = _letters(text[-self.SHORTEST :]), list[int]()
+        pattern, ends = _letters(text[-self.SHORTEST :]), list[int]()
         left = at = max(0, self._left - self.SHORTEST)
-        while (at := self._letters.find(wanted, at)) >= 0 and len(found) < self.CANDIDATES // 2:
-            found.append(at + self.SHORTEST)
+        while (at := self._letters.find(pattern, at)) >= 0 and len(ends) < self.CANDIDATES // 2:
+            ends.append(at + self.SHORTEST)
             at += 1
         at = left
-        while (at := self._letters.rfind(wanted, 0, at + self.SHORTEST - 1)) >= 0 and len(found) < self.CANDIDATES:
-            found.append(at + self.SHORTEST)
-        return found
+        while (at := self._letters.rfind(pattern, 0, at + self.SHORTEST - 1)) >= 0 and len(ends) < self.CANDIDATES:
+            ends.append(at + self.SHORTEST)
+        return ends
 
     def _match(self, text: list[int], end: int) -> int:
         """How many last tokens of the text are those before `end` in the prediction, where the shortest match is."""

@@ -133,17 +133,17 @@ class PrefixStore(Prefixes):
             cache.laid_out(self._source.layout)
         self._fit(target, drafter, cache)
         keys = self._known(row, state, end)
-        found = keys[begin // self.block :][: None if most is None else most // self.block]
+        stored = keys[begin // self.block :][: None if most is None else most // self.block]
         self._use(keys)
         step = max(1, PREFILL_CHUNK // self.block)
-        for at in range(0, len(found), step):
-            blocks = [self._blocks[key] for key in found[at : at + step]]
+        for at in range(0, len(stored), step):
+            blocks = [self._blocks[key] for key in stored[at : at + step]]
             for block in blocks:
                 cache.copy_in(row, block.columns)
             state.prefilled[row] += len(blocks) * self.block
             drafter.admit(memory, [row], state, _scores(target, blocks), [len(blocks) * self.block])
         self._over(row, state)
-        return len(found) * self.block
+        return len(stored) * self.block
 
     def put(
         self, target: Target, drafter: Drafter, cache: Any, state: DecodeState, counts: Mapping[int, int],
@@ -177,8 +177,8 @@ class PrefixStore(Prefixes):
             taps = None if taps is None or tapped is None else torch.cat([tapped, taps])
         left = state.prefilled[row] % self.block
         if 0 < left <= len(hidden) and state.prefilled[row] < len(state.tokens[row]) - 1:
-            own = None if taps is None else taps[-left:].clone()
-            self._tails[row] = state.requests[row], hidden[-left:].clone(), own
+            tail_taps = None if taps is None else taps[-left:].clone()
+            self._tails[row] = state.requests[row], hidden[-left:].clone(), tail_taps
         return hidden, taps
 
     def clear(self) -> None:
@@ -217,8 +217,8 @@ class PrefixStore(Prefixes):
     def _key(self, request: Request, keys: Sequence[Key], tokens: Sequence[int]) -> Key:
         """Of the block of a prompt's tokens that comes after `keys`."""
         first = "" if self.is_shared else request.tenant
-        own = tokens[len(keys) * self.block : (len(keys) + 1) * self.block]
-        return self._blocks[keys[-1]].number if keys else first, array("q", own).tobytes()
+        block = tokens[len(keys) * self.block : (len(keys) + 1) * self.block]
+        return self._blocks[keys[-1]].number if keys else first, array("q", block).tobytes()
 
     def _use(self, keys: Sequence[Key]) -> None:
         """Blocks of one beginning were used now, each a little before the one that it continues."""
@@ -239,10 +239,10 @@ class PrefixStore(Prefixes):
             if key not in self._blocks:
                 if not self._make_room(size, keys):
                     break
-                own = slice(at - begin, at - begin + self.block)
-                columns, tapped = cache.copy_out(row, at, at + self.block), None if taps is None else taps[own].clone()
+                span = slice(at - begin, at - begin + self.block)
+                columns, tapped = cache.copy_out(row, at, at + self.block), None if taps is None else taps[span].clone()
                 # copies: slices would keep the whole pass in memory
-                self._blocks[key] = Block(next(self._numbers), columns, hidden[own].clone(), tapped)
+                self._blocks[key] = Block(next(self._numbers), columns, hidden[span].clone(), tapped)
                 self.bytes += size
             keys.append(key)
             self._use(keys)

@@ -1,4 +1,4 @@
-"""Requests answered, with or without HTTP: bodies in, answers out, over one engine."""
+"""The service: request bodies in, answers out, over one engine; with or without HTTP."""
 
 from __future__ import annotations
 
@@ -36,24 +36,25 @@ T = TypeVar("T")
 Kind = Literal["completion", "chat"]
 BODIES: Mapping[Kind, type[TextRequest]] = {"completion": CompletionRequest, "chat": ChatRequest}
 SHORT, SMALL = 2_000, 32_000
-"""Bytes of a body whose prompt is encoded, and that is parsed, on the event loop: a thread would cost more time."""
-LATE = "the request took longer than its timeout; ask for fewer tokens, or for more seconds"
+"""Bodies of at most this many bytes have their prompts encoded, and are parsed, on the event loop: a thread would take
+longer."""
+LATE = "the request took longer than its timeout; request fewer tokens, or a longer timeout"
 
 
 class Post:
-    """Runs the engine's callbacks on the event loop that is running."""
+    """Runs the engine's callbacks on the serving event loop."""
 
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def __call__(self, deliver: Callable[[], None]) -> None:
         if self.loop is not None:
-            with suppress(RuntimeError):  # it was closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed: nobody is waiting any more
                 self.loop.call_soon_threadsafe(deliver)
 
 
 class Job:
-    """A request that is being answered."""
+    """A request in progress."""
 
     def __init__(self, body: TextRequest, values: Mapping[str, Any], answer: Answer):
         self.body, self.values, self.answer = body, values, answer
@@ -63,7 +64,7 @@ class Job:
         self._has_more = asyncio.Event()
 
     def call(self, request: Request, owner: str, deadline: float | None) -> Call:
-        """A further answer of this request."""
+        """Add a call for the next answer of this request."""
         index = len(self.calls)
         self.choices.append(Choice(index))
         call = Call(request, functools.partial(self._take, index), owner, deadline)
@@ -76,13 +77,13 @@ class Job:
         self._has_more.set()
 
     async def more(self) -> list[tuple[int, Output]]:
-        """What was written since the last call, at least one step's."""
+        """Wait for output, and return all outputs since the last call."""
         await self._has_more.wait()
         self._has_more.clear()
-        found, self._arrived = self._arrived, []
-        for index, output in found:
+        arrived, self._arrived = self._arrived, []
+        for index, output in arrived:
             self.choices[index].add(output)
-        return found
+        return arrived
 
     @property
     def is_over(self) -> bool:
@@ -90,7 +91,7 @@ class Job:
 
     @property
     def failure(self) -> Refusal | None:
-        """What the client is told where a text did not end by itself."""
+        """The refusal to send if a text was not finished."""
         for choice in self.choices:
             match choice.reason:
                 case "deadline":
@@ -103,22 +104,22 @@ class Job:
 
 
 class Service:
-    """Answers requests.  Used on one event loop."""
+    """Answers requests.  For one event loop."""
 
     def __init__(
         self, engine: Engine, target: TransformersTarget, config: Config, *, name: str, drafters: Sequence[str] = (),
         log: RequestLog | None = None,
     ):  # fmt: skip
-        """drafters: names that a request may ask for."""
+        """drafters: names that a request may choose from."""
         self.engine, self.config, self.name, self.log = engine, config, name, log
         self.reader = Reader(target, config, name, engine.length, drafters)
         self.jobs: set[Job] = set()
-        """Those that are being answered."""
+        """Requests in progress."""
         self._tokenizer = target.tokenizer
-        self._left_out = frozenset[int]() if target.detokenizer is None else frozenset(target.detokenizer.skipped)
+        self._skipped = frozenset[int]() if target.detokenizer is None else frozenset(target.detokenizer.skipped)
         self._executor = FairExecutor(2, "outrider-read")
         self.texts = TokenTexts(target.tokenizer)
-        self._shown: dict[int, str] = {}
+        self._token_texts: dict[int, str] = {}
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -129,8 +130,8 @@ class Service:
     async def start(
         self, kind: Kind, values: Any, size: int, owner: str = "", arrived: float | None = None
     ) -> Job:  # fmt: skip
-        """Check a body and queue its texts.  size: of the body, in bytes.  arrived: when its request came, of
-        `time.monotonic`; now, unless given.  Raises Refusal."""
+        """Validate a body and queue its texts.  size: of the body, in bytes.  arrived: when the request arrived, by
+        `time.monotonic`; defaults to now.  Raises Refusal."""
         began = time.monotonic() if arrived is None else arrived
         body = await self._read(size > SMALL, owner, lambda: parse(BODIES[kind], values))
         seconds = min(limit for limit in (body.timeout, self.config.timeout_s, float("inf")) if limit is not None)
@@ -138,7 +139,7 @@ class Service:
         is_slow = size > SHORT or not isinstance(body.response_format, TextFormat | None)
         requests = await self._read(is_slow, owner, lambda: self.reader.requests(body, owner), deadline)
         job = Job(body, values, Answer(body, self.name, self.texts, self.text_of))
-        calls = [job.call(request, owner, deadline) for own in requests for request in own]
+        calls = [job.call(request, owner, deadline) for of_prompt in requests for request in of_prompt]
         self.jobs.add(job)
         try:
             for call in calls:
@@ -150,7 +151,7 @@ class Service:
         return job
 
     async def whole(self, job: Job) -> dict[str, Any]:
-        """The answer, when all of it is written.  Raises Refusal."""
+        """The complete answer.  Raises Refusal."""
         while not job.is_over and job.failure is None:
             await job.more()
         if job.failure is not None:
@@ -158,18 +159,19 @@ class Service:
         return job.answer.whole(job.choices, job.calls)
 
     async def events(self, job: Job) -> AsyncIterator[bytes]:
-        """The answer as it is written.  Raises Refusal before the first event only; a later one is an event."""
+        """The answer as server-sent events.  Raises Refusal before the first event only; later, it is sent as an
+        event."""
         answer = job.answer
         opening: bytes | None = answer.opening(job.choices)
         while not job.is_over:
-            found = await job.more()
+            outputs = await job.more()
             if job.failure is not None:
                 if opening is not None:
                     raise job.failure
                 yield error_event(job.failure)
                 return
             chunks = b"".join(
-                [answer.chunk(job.choices[i], output, job.calls[i]) for i, output in answer.joined(found)]
+                [answer.chunk(job.choices[i], output, job.calls[i]) for i, output in answer.joined(outputs)]
             )
             if opening is not None:
                 yield opening + chunks
@@ -179,13 +181,13 @@ class Service:
         yield answer.closing(job.calls)
 
     def cancel(self, job: Job) -> None:
-        """End a job's texts that are still being written, such as those of a client that is gone."""
+        """End a job's unfinished texts, for example when its client has disconnected."""
         for choice, call in zip(job.choices, job.calls, strict=True):
             if choice.reason is None:
                 self.engine.cancel(call)
 
     def finish(self, job: Job) -> None:
-        """Nothing of this job is wanted any more."""
+        """Release a job, cancelling its unfinished texts, and log it."""
         self.cancel(job)
         self.jobs.discard(job)
         if self.log is not None:
@@ -206,11 +208,11 @@ class Service:
         return {"prompt": text}
 
     def text_of(self, token: int) -> str:
-        """What a token adds to a text, by itself."""
-        if token not in self._shown:
-            is_shown = self._tokenizer is not None and token not in self._left_out
-            self._shown[token] = self._tokenizer.decode([token]) if is_shown else ""
-        return self._shown[token]
+        """The text of a single token; "" for special tokens."""
+        if token not in self._token_texts:
+            has_text = self._tokenizer is not None and token not in self._skipped
+            self._token_texts[token] = self._tokenizer.decode([token]) if has_text else ""
+        return self._token_texts[token]
 
     async def _read(self, is_slow: bool, owner: str, work: Callable[[], T], deadline: float | None = None) -> T:
         if not is_slow:

@@ -369,6 +369,6 @@ def test_our_own_server_answers_as_generate_does(talker):
         assert client.complete("abcabc", prediction=wanted, **settings).text == wanted
         chat = client.chat("abc", max_tokens=8, temperature=0).text
         assert "".join(chunk.text for chunk in client.chat_stream("abc", max_tokens=8, temperature=0)) == chat
-        with pytest.raises(RefusedError, match="there is no model 'other'"):
+        with pytest.raises(RefusedError, match="unknown model 'other'"):
             client.chat("abc", model="other")
         assert client.models() == ["tiny"]

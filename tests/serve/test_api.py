@@ -296,7 +296,7 @@ def test_a_request_can_choose_among_the_members_of_a_mix(talker):
         asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
         client.completions.create(**asked, extra_body={"speculative": {"drafter": "recycle"}})
         assert heard == ["recycle"]
-        with pytest.raises(BadRequestError, match="there is no drafter 'recicle' here; did you mean 'recycle'"):
+        with pytest.raises(BadRequestError, match="unknown drafter 'recicle'; did you mean 'recycle'"):
             client.completions.create(**asked, extra_body={"speculative": {"drafter": "recicle"}})
 
 

@@ -89,13 +89,13 @@ MALFORMED: dict[str, tuple[str, Any, str]] = {
     "a prompt of numbers": ("completions", {"prompt": 5}, "prompt must be a text, token ids, or a list"),
     "true for a token": ("completions", {"prompt": [True]}, "prompt must be"),
     "tokens of another model": ("completions", {"prompt": [261]}, "outside the target's vocabulary of 261"),
-    "too long": ("completions", {"prompt": "a" * 201}, "201 tokens, and this server takes at most 200"),
+    "too long": ("completions", {"prompt": "a" * 201}, "201 tokens, and this server accepts at most 200"),
     "no room": ("completions", {"prompt": "a" * 180, "max_tokens": 90}, "there is room for 76"),
-    "many texts": ("completions", {"prompt": ["a"] * 4, "n": 2}, "8 texts, and a request may have 6"),
+    "many texts": ("completions", {"prompt": ["a"] * 4, "n": 2}, "8 texts, and a request may have at most 6"),
     "a large seed": ("completions", TEXT | {"seed": 2**63}, "seed must be less than"),
     "many stops": ("completions", TEXT | {"stop": ["a"] * 17}, "up to 16 texts"),
     "a long stop": ("completions", TEXT | {"stop": "a" * 257}, "1 to 256 characters"),
-    "a fewest above the most": ("completions", TEXT | {"max_tokens": 3, "min_tokens": 4}, "min_tokens 4 is more"),
+    "a fewest above the most": ("completions", TEXT | {"max_tokens": 3, "min_tokens": 4}, "min_tokens is 4, and the answer has at most 3"),
     "an unknown role": ("chat/completions", {"messages": [{"role": "usr", "content": "a"}]}, "'role' of 'system'"),
     "null for content": ("chat/completions", {"messages": [{"role": "user", "content": None}]}, "a text, or a list"),
     "an unknown format": ("chat/completions", CHAT | {"response_format": {"type": "xml"}}, "'type' of 'text'"),
@@ -107,7 +107,7 @@ MALFORMED: dict[str, tuple[str, Any, str]] = {
     "a large schema": (
         "chat/completions",
         CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": {"title": "x" * 100_001}}}},
-        "the most are 100000",
+        "more than 100000",
     ),
     "a forced tool": ("chat/completions", CHAT | {"tool_choice": "required"}, "no tool can be forced"),
     "ranks without": ("chat/completions", CHAT | {"top_logprobs": 3}, "add logprobs: true"),
@@ -206,8 +206,8 @@ def test_tokens_of_nonsense_are_refused(server):
     for path, body, wanted in (
         ("/tokenize", {}, "prompt is missing"),
         ("/tokenize", {"messages": [], "prompt": "a"}, "unknown field 'prompt'"),
-        ("/tokenize", {"prompt": "a", "model": "x"}, "there is no model 'x'"),
-        ("/detokenize", {"tokens": [5000]}, "outside the model's vocabulary; ids go to 260"),
+        ("/tokenize", {"prompt": "a", "model": "x"}, "unknown model 'x'"),
+        ("/detokenize", {"tokens": [5000]}, "outside the model's vocabulary; ids are 0 to 260"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0 must be"),
     ):
         answer = ask(server, path, body)

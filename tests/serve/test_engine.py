@@ -206,7 +206,7 @@ def test_a_full_queue_and_a_stopped_engine_refuse(target):
         with pytest.raises(QueueFull, match="2 requests are waiting") as full:
             engine.submit(callers[3].call)
         assert full.value.retry_after_s >= 1
-        with pytest.raises(DataError, match="120 tokens, and a slot holds 100"):
+        with pytest.raises(DataError, match="120 tokens, and prompt and answer have at most 100"):
             engine.submit(Call(request(range(120), 1), print))
         engine.stop(drain_s=SECONDS)
         with pytest.raises(EngineStopped):

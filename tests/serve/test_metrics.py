@@ -89,7 +89,7 @@ def test_counters_are_the_sums_over_all_calls(target, prompts, drafter_of):
     assert whole.generated == sum(one.written for one in calls)
     assert whole.drafted == sum(one.drafted for one in calls)
     assert whole.accepted == sum(one.accepted for one in calls) == sum(whole.by_position) > 0
-    assert whole.tokens_per_step == whole.generated / whole.steps and whole.is_of_every_step
+    assert whole.tokens_per_step == whole.generated / whole.steps and whole.covers_every_step
     assert 0 <= whole.steps + whole.accepted - whole.generated <= len(calls)
     assert 0 < whole.drafts < whole.steps  # some of these requests want no drafts
     reached = [

@@ -74,8 +74,8 @@ def test_a_log_of_a_server_can_be_sent_to_it_again(talker, tmp_path):
         [endpoint] = again.endpoints
         assert endpoint.answered == 4 and endpoint.acceptance["generated"] == endpoint.tokens
         counters, window = glance(there.url)
-        assert counters.server == "Outrider" and window.found.generated == 2 * endpoint.tokens
-        assert window.found.by_position[0] > 0 and 0 < counters.age_s(time.time()) < 60
+        assert counters.server == "Outrider" and window.stats.generated == 2 * endpoint.tokens
+        assert window.stats.by_position[0] > 0 and 0 < counters.age_s(time.time()) < 60
         [same] = again.log_answers.values()
         assert (same.equal, same.compared) == (4, 4)  # greedy answers are the log's own
     row = rows(path)[0]["meta"]

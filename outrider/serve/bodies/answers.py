@@ -78,26 +78,26 @@ class Answer:
     # ── whole ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def whole(self, choices: Sequence[Choice], calls: Sequence[Call]) -> dict[str, Any]:
-        found = self._head("chat.completion" if self.is_chat else "text_completion")
-        found["choices"] = [self._choice(choice) for choice in choices]
-        found["usage"] = usage(calls)
+        answer = self._head("chat.completion" if self.is_chat else "text_completion")
+        answer["choices"] = [self._choice(choice) for choice in choices]
+        answer["usage"] = usage(calls)
         if self.body.include_drafts:
             own = [self._drafts(choice.index, choice.tokens, choice.drafted, choice.text) for choice in choices]
             joined = {name: [one for each in own for one in each[name]] for name in own[0]}
-            found["outrider"] = counts(choices, calls) | joined
-        return found
+            answer["outrider"] = counts(choices, calls) | joined
+        return answer
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        found: dict[str, Any] = {"index": choice.index}
+        fields: dict[str, Any] = {"index": choice.index}
         if self.is_chat:
-            found["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+            fields["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
         else:
-            found["text"] = choice.text
-        found["logprobs"] = self._logprobs(choice.index, choice.logprobs)
-        found["finish_reason"] = REASONS[choice.reason or "stop"]
+            fields["text"] = choice.text
+        fields["logprobs"] = self._logprobs(choice.index, choice.logprobs)
+        fields["finish_reason"] = REASONS[choice.reason or "stop"]
         if self.body.return_token_ids:
-            found["token_ids"] = choice.tokens
-        return found
+            fields["token_ids"] = choice.tokens
+        return fields
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -112,15 +112,15 @@ class Answer:
             self._event({"index": choice.index, "delta": {"role": "assistant", "content": ""}}) for choice in choices
         )
 
-    def joined(self, found: Sequence[tuple[int, Output]]) -> Sequence[tuple[int, Output]]:
+    def joined(self, outputs: Sequence[tuple[int, Output]]) -> Sequence[tuple[int, Output]]:
         """Several steps' outputs as one for each choice, where chunks hold text alone."""
-        if len(found) < 2 or not self._is_plain:
-            return found
+        if len(outputs) < 2 or not self._is_plain:
+            return outputs
         texts: dict[int, list[str]] = {}
-        for index, output in found:
+        for index, output in outputs:
             texts.setdefault(index, []).append(output.text)
-        last = dict(found)
-        return [(index, replace(last[index], text="".join(own))) for index, own in texts.items()]
+        last = dict(outputs)
+        return [(index, replace(last[index], text="".join(parts))) for index, parts in texts.items()]
 
     def chunk(self, choice: Choice, output: Output, call: Call) -> bytes:
         """The event of one step's output; empty where it says nothing."""
@@ -129,19 +129,19 @@ class Answer:
                 return b""
             before, after = self._frames.get(choice.index) or self._frame(choice.index)
             return before + encode_basestring_ascii(output.text).encode() + after
-        own: dict[str, Any] = {"index": choice.index}
-        own |= {"delta": {"content": output.text}} if self.is_chat else {"text": output.text}
-        own["logprobs"] = self._logprobs(choice.index, output.logprobs)
-        own["finish_reason"] = None if output.finish_reason is None else REASONS[output.finish_reason]
+        fields: dict[str, Any] = {"index": choice.index}
+        fields |= {"delta": {"content": output.text}} if self.is_chat else {"text": output.text}
+        fields["logprobs"] = self._logprobs(choice.index, output.logprobs)
+        fields["finish_reason"] = None if output.finish_reason is None else REASONS[output.finish_reason]
         if self.body.return_token_ids:
-            own["token_ids"] = output.tokens
+            fields["token_ids"] = output.tokens
         more = {}
         if self.body.include_drafts:
             drafted = [i < output.drafted for i in range(len(output.tokens))]
             more["outrider"] = counts([choice], [call]) | self._drafts(
                 choice.index, output.tokens, drafted, output.text
             )
-        return self._event(own, **more)
+        return self._event(fields, **more)
 
     def closing(self, calls: Sequence[Call]) -> bytes:
         """What a stream ends with."""
@@ -153,16 +153,16 @@ class Answer:
     def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
         choice.setdefault("logprobs", None)
         choice.setdefault("finish_reason", None)
-        found = self._head("chat.completion.chunk" if self.is_chat else "text_completion") | {"choices": [choice]}
+        chunk = self._head("chat.completion.chunk" if self.is_chat else "text_completion") | {"choices": [choice]}
         if self.counts_usage:
-            found["usage"] = None
-        return event(found | more)
+            chunk["usage"] = None
+        return event(chunk | more)
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
         """What stands before and after the text of a plain chunk."""
         mark = "\0text\0"
-        own: dict[str, Any] = {"delta": {"content": mark}} if self.is_chat else {"text": mark}
-        before, _, after = self._event({"index": index} | own).partition(json.dumps(mark).encode())
+        fields: dict[str, Any] = {"delta": {"content": mark}} if self.is_chat else {"text": mark}
+        before, _, after = self._event({"index": index} | fields).partition(json.dumps(mark).encode())
         return self._frames.setdefault(index, (before, after))
 
     def _drafts(self, index: int, tokens: Sequence[int], drafted: Sequence[bool], text: str) -> dict[str, list[Any]]:
@@ -173,16 +173,16 @@ class Answer:
 
     # ── log probabilities ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _logprobs(self, index: int, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         asked = self.body.logprobs
         if asked is None or asked is False:
             return None
         if self.is_chat:
-            return {"content": [self._described(one) for one in found], "refusal": None}
-        names, pieces = zip(*[self._named(one.token) for one in found], strict=True) if found else ((), ())
+            return {"content": [self._described(one) for one in logprobs], "refusal": None}
+        names, pieces = zip(*[self._named(one.token) for one in logprobs], strict=True) if logprobs else ((), ())
         offsets = self._offsets.setdefault(index, Offsets()).push(pieces)
-        top = [self._ranked([*one.top, (one.token, one.logprob)]) for one in found]
-        values = [_finite(one.logprob) for one in found]
+        top = [self._ranked([*one.top, (one.token, one.logprob)]) for one in logprobs]
+        values = [_finite(one.logprob) for one in logprobs]
         return {"tokens": list(names), "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
     def _named(self, token: int) -> tuple[str, bytes]:
@@ -191,11 +191,11 @@ class Answer:
 
     def _ranked(self, likeliest: Sequence[tuple[int, float]]) -> dict[str, float]:
         """Log probabilities by the tokens' names; of two tokens with one name, the less likely by its id."""
-        found: dict[str, float] = {}
+        ranked: dict[str, float] = {}
         for token, value in sorted(dict(likeliest).items(), key=lambda one: -one[1]):
             name = self.texts.name_of(token)
-            found[f"token_id:{token}" if name in found else name] = _finite(value)
-        return found
+            ranked[f"token_id:{token}" if name in ranked else name] = _finite(value)
+        return ranked
 
     def _described(self, one: TokenLogprob) -> dict[str, Any]:
         top = [self._one(token, value) for token, value in one.top]

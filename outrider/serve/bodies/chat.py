@@ -32,16 +32,16 @@ def tokens_of(
     """Token ids of a chat, up to where the answer begins.  Raises Refusal for what the template does not take."""
     if tokenizer is None or tokenizer.chat_template is None:
         raise invalid("this model has no chat template; use /v1/completions with a prompt", "messages")
-    given = [
+    rows = [
         message.model_dump(exclude_none=True, exclude={"annotations", "refusal", "cache_control"})
         for message in messages
     ]
     functions = [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools or ()]
     template = tokenizer.get_chat_template(None, functions or None)
     _check(variables or {}, template)
-    _check_tools(given, functions, template)
+    _check_tools(rows, functions, template)
     try:
-        return rendered(tokenizer, given, functions, variables, add_generation_prompt=True, parse_special=parse_special)
+        return rendered(tokenizer, rows, functions, variables, add_generation_prompt=True, parse_special=parse_special)
     except DataError as error:
         if (cause := error.__cause__) is None:
             raise invalid(str(error), "messages") from None
@@ -55,15 +55,15 @@ def tokens_of(
 
 def texts_of(messages: Sequence[Message], tools: Sequence[Tool] | None) -> list[str]:
     """All that a template may be given to write."""
-    found = [text_of(message.model_dump().get("content")) for message in messages]
-    found += [message.model_dump_json(exclude={"content"}) for message in messages if message.role == "assistant"]
-    return found + [tool.model_dump_json() for tool in tools or ()]
+    texts = [text_of(message.model_dump().get("content")) for message in messages]
+    texts += [message.model_dump_json(exclude={"content"}) for message in messages if message.role == "assistant"]
+    return texts + [tool.model_dump_json() for tool in tools or ()]
 
 
 def _check_tools(messages: Sequence[Mapping[str, Any]], functions: Sequence[Any], template: str) -> None:
     """Refuse tools and their calls where the model would not be told of them."""
-    asked = {"tools": bool(functions), "tool_calls": any(message.get("tool_calls") for message in messages)}
-    for name in (name for name, is_given in asked.items() if is_given and not re.search(rf"\b{name}\b", template)):
+    used = {"tools": bool(functions), "tool_calls": any(message.get("tool_calls") for message in messages)}
+    for name in (name for name, is_given in used.items() if is_given and not re.search(rf"\b{name}\b", template)):
         raise invalid(
             f"{name} can't be shown to this model: its template has no place for them; leave them out, or describe "
             "them in a message", name, "unsupported_field",

@@ -80,14 +80,14 @@ def read(text: bytes, what: str = "the body") -> Any:
         most = f"{MOST_PARTS} lists, objects and keys, or {MOST_VALUES} values"
         raise invalid(f"{what} has more than {most}; send less in one request", code="too_many_values")
     try:
-        found = from_json(text, allow_inf_nan=False)
+        values = from_json(text, allow_inf_nan=False)
     except ValueError as error:
         raise invalid(f"{what} is not JSON: {error}; send one JSON object in UTF-8", code="invalid_json") from None
     try:
         json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise invalid(f"{what} can't be taken: {error}; leave one out", code="invalid_json") from None
-    return found
+    return values
 
 
 def _has_few_values(text: bytes) -> bool:
@@ -108,16 +108,16 @@ def parse(schema: type[B], values: Any) -> B:
     """A body, checked.  Raises Refusal, which names the field, what was given, and what is wanted."""
     if not isinstance(values, dict):
         raise invalid(f"the body is {_shown(values)}; send one JSON object")
-    given = _few_fields(schema, values)
-    for name in [name for name in given if name in REFUSED and name not in schema.model_fields]:
+    fields = _few_fields(schema, values)
+    for name in [name for name in fields if name in REFUSED and name not in schema.model_fields]:
         neutral, advice = REFUSED[name]
-        value = given.pop(name)
+        value = fields.pop(name)
         if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
             raise invalid(f"{name} is not supported: {advice}", name, "unsupported_field")
     try:
-        return schema.model_validate(given)
+        return schema.model_validate(fields)
     except ValidationError as error:
-        raise _refusal(schema, given, error) from None
+        raise _refusal(schema, fields, error) from None
 
 
 def _few_fields(schema: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
@@ -130,22 +130,22 @@ def _known(schema: type[BaseModel]) -> str:
     return ", ".join(sorted(schema.model_fields))
 
 
-def _refusal(schema: type[BaseModel], given: dict[str, Any], error: ValidationError) -> Refusal:
+def _refusal(schema: type[BaseModel], body: dict[str, Any], error: ValidationError) -> Refusal:
     problems = error.errors(include_url=False)
-    problem = max(problems, key=lambda one: (one["type"] == "extra_forbidden", len(_path(one, given))))
-    path = _path(problem, given)
+    problem = max(problems, key=lambda one: (one["type"] == "extra_forbidden", len(_path(one, body))))
+    path = _path(problem, body)
     name = ".".join(map(str, path))
     if problem["type"] == "extra_forbidden":
         key = str(problem["loc"][-1])
         if len(path) == 1:
-            known = [field.alias or name for name, field in schema.model_fields.items()]
-            return invalid(f"unknown field {_shown(key)}{nearest(key, known)}", key, "unknown_field")
-        if _is_medium(problem, given):
+            names = [field.alias or name for name, field in schema.model_fields.items()]
+            return invalid(f"unknown field {_shown(key)}{nearest(key, names)}", key, "unknown_field")
+        if _is_medium(problem, body):
             return _no_media(name)
         return invalid(f"unknown field {_shown(name)}; leave it out", name, "unknown_field")
     if problem["type"] == "missing":
         return invalid(f"{name} is missing; add it", name, "missing_field")
-    if _is_medium(problem, given):
+    if _is_medium(problem, body):
         return _no_media(name)
     field = next((n for n in reversed(range(len(path))) if path[n] in WANTED), None)
     if field is not None:
@@ -166,32 +166,32 @@ def _reason(problem: Any) -> str:
     return str(problem["msg"]).replace("Input should", "must", 1)
 
 
-def _path(problem: Any, given: Any) -> list[str | int]:
+def _path(problem: Any, value: Any) -> list[str | int]:
     """Where in the body a problem is: pydantic's place without its names of types."""
     path: list[str | int] = []
     for part in problem["loc"]:
-        if _has(given, part):
-            given = given[part]
+        if _has(value, part):
+            value = value[part]
             path.append(part)
     if problem["type"] == "missing":
         path.append(problem["loc"][-1])
     return path
 
 
-def _has(given: Any, part: str | int) -> bool:
-    if isinstance(given, list):
-        return isinstance(part, int) and part < len(given)
-    return isinstance(given, dict) and part in given
+def _has(value: Any, part: str | int) -> bool:
+    if isinstance(value, list):
+        return isinstance(part, int) and part < len(value)
+    return isinstance(value, dict) and part in value
 
 
-def _is_medium(problem: Any, given: Any) -> bool:
+def _is_medium(problem: Any, value: Any) -> bool:
     """Whether the problem lies in a part of a message that is no text."""
-    for before, part in pairwise(["", *_path(problem, given)]):
-        if not _has(given, part):
+    for before, part in pairwise(["", *_path(problem, value)]):
+        if not _has(value, part):
             return False
-        given = given[part]
-        if before == "content" and isinstance(given, dict):
-            return isinstance(given.get("type"), str) and given["type"] != "text"
+        value = value[part]
+        if before == "content" and isinstance(value, dict):
+            return isinstance(value.get("type"), str) and value["type"] != "text"
     return False
 
 

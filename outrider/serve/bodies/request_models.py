@@ -308,10 +308,10 @@ IDLE = (
 
 def ignored(body: CompletionRequest | ChatRequest) -> list[str]:
     """Names of the fields of a body that have no effect, which a header of the answer lists."""
-    found = [name for name in IDLE if getattr(body, name, None) is not None]
+    names = [name for name in IDLE if getattr(body, name, None) is not None]
     held = [*getattr(body, "messages", ()), *(getattr(body, "tools", None) or ())]
     parts = [part for one in held if isinstance(getattr(one, "content", None), list) for part in one.content]
-    return found + ["cache_control"] * any(one.cache_control is not None for one in [*held, *parts])
+    return names + ["cache_control"] * any(one.cache_control is not None for one in [*held, *parts])
 
 
 TextRequest = CompletionRequest | ChatRequest

@@ -1,4 +1,4 @@
-"""From bodies to the engine's requests: prompts encoded, settings read, all of it within the server's limits."""
+"""From request bodies to the engine's requests: encodes prompts, reads settings, and enforces the server's limits."""
 
 from __future__ import annotations
 
@@ -36,30 +36,31 @@ from outrider.targets.text.parts import text_of
 from outrider.targets.text.prompts import encoded
 
 COMPLETION_TOKENS = 16
-"""Tokens of a completion that asks for no number, as OpenAI has it."""
+"""`max_tokens` of a completion that does not set it, as in OpenAI's API."""
 GAP = r"( |\n[ \t]{0,24})?"
-"""White space between two parts of JSON: a small model may else write line feeds until its answer is cut off."""
-LETTERS, SEAM = 8, 64
-"""Characters for each token that a slot holds: texts of more are encoded by pieces, to see whether they are too long;
-and tokens by which the number in a piece may be off."""
+"""White space allowed between two parts of JSON: a small model may otherwise write line feeds until it is cut off."""
+LETTERS = 8
+"""Texts of more characters per token of the limit are encoded in pieces, to see whether they are too long."""
+SEAM = 64
+"""Tokens by which the count of a piece may be off."""
 MOST_COUNTED = 65_536
-"""Tokens that /tokenize counts, though no slot holds as many."""
+"""Tokens that /tokenize counts even if no slot holds as many."""
 LARGEST_SCHEMA = 100_000
-"""Characters: the time to compile one grows with the square of its properties."""
+"""Characters; the time to compile a schema grows with the square of its properties."""
 DRAWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Settings whose defaults are those of the model's generation_config, as in vLLM."""
+"""Settings whose defaults come from the model's generation_config, as in vLLM."""
 
 
 class Reader:
-    """Makes requests of bodies.  Slow for long prompts, so called in a thread; every method raises Refusal."""
+    """Turns bodies into requests.  Slow for long prompts, so call it in a thread; every method raises Refusal."""
 
     def __init__(self, target: TransformersTarget, config: Config, name: str, length: int, drafters: Sequence[str]):
-        """length: tokens of a slot.  drafters: names that a request may ask for; empty where nothing drafts."""
+        """length: tokens of a slot.  drafters: names that a request may choose from; empty without a drafter."""
         self.target, self.config, self.name, self.length, self.drafters = target, config, name, length, tuple(drafters)
         self.defaults = defaults_of(target)
 
     def requests(self, body: TextRequest, owner: str) -> list[list[Request]]:
-        """By prompt: a request for each of its answers."""
+        """For each prompt, a request for each of its answers."""
         self.check_model(body.model)
         n = body.n or 1
         self._check_number(1 if isinstance(body, ChatRequest) else len(_listed(body.prompt)), n)
@@ -67,20 +68,20 @@ class Reader:
         with _reported():
             settings = self._sampling(body)
             stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-            found = []
+            requests = []
             for tokens in prompts:
                 most = self._most(body, len(tokens))
-                own = replace(settings, min_new_tokens=self._fewest(body, most))
+                sampling = replace(settings, min_new_tokens=self._fewest(body, most))
                 [request] = generation.requests(
-                    self.target, [tokens], most, own, stops, streamed=bool(body.stream),
+                    self.target, [tokens], most, sampling, stops, streamed=bool(body.stream),
                     continues=not isinstance(body, ChatRequest),
                 )  # fmt: skip
                 request = replace(request, tenant=owner, **self._drafts(body))
-                found.append([_seeded(request, i) for i in range(n)])
-        return found
+                requests.append([_seeded(request, i) for i in range(n)])
+        return requests
 
     def tokens(self, body: TokenizeText | TokenizeChat) -> list[int]:
-        """What /tokenize answers."""
+        """Token ids for /tokenize."""
         self.check_model(body.model)
         if isinstance(body, TokenizeChat):
             return self._chat(body, body.tools)
@@ -88,24 +89,24 @@ class Reader:
         return self._encoded(body.prompt, body.add_special_tokens is not False, body.parse_special is not False)
 
     def text(self, body: DetokenizeRequest) -> str:
-        """What /detokenize answers."""
+        """Text for /detokenize."""
         self.check_model(body.model)
         self._tokenizer()
         if wrong := [token for token in body.tokens if token >= self.target.spec.vocabulary]:
             most = self.target.spec.vocabulary - 1
-            raise invalid(f"token id {wrong[0]} lies outside the model's vocabulary; ids go to {most}", "tokens")
+            raise invalid(f"token id {wrong[0]} is outside the model's vocabulary; ids are 0 to {most}", "tokens")
         return str(self.target.tokenizer.decode(body.tokens))
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.name:
-            message = f"there is no model {name[:80]!r} here{nearest(name[:80], [self.name])}"
+            message = f"unknown model {name[:80]!r}{nearest(name[:80], [self.name])}"
             raise Refusal(404, message, "model", "model_not_found")
 
     # ── prompts ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _prompts(self, body: TextRequest) -> list[list[int]]:
         if isinstance(body, ChatRequest):
-            found = [self._chat(body, body.tools if body.tool_choice != "none" else None)]
+            encoded_prompts = [self._chat(body, body.tools if body.tool_choice != "none" else None)]
         else:
             prompts = _listed(body.prompt)
             for prompt in prompts:
@@ -113,22 +114,22 @@ class Reader:
                     self._check_texts([prompt], self._longest)
                 else:
                     self._check_length(len(prompt))
-            found = [self._known(prompt, body.parse_special is not False) for prompt in prompts]
-        if not found:
+            encoded_prompts = [self._token_ids(prompt, body.parse_special is not False) for prompt in prompts]
+        if not encoded_prompts:
             raise invalid("prompt is an empty list; give at least one text, or token ids", "prompt")
-        for tokens in found:
+        for tokens in encoded_prompts:
             self._check_length(len(tokens))
-        return found
+        return encoded_prompts
 
     def _chat(self, body: ChatRequest | TokenizeChat, tools: Sequence[Tool] | None) -> list[int]:
         is_parsed, tokenizer = body.parse_special is True, self.target.tokenizer
         most = self._longest if isinstance(body, ChatRequest) else max(MOST_COUNTED, self._longest)
-        if len(body.messages) > most:  # each has a token or more
+        if len(body.messages) > most:  # each has at least a token
             raise self._too_long(f"{len(body.messages)} or more")
         self._check_texts(chat.texts_of(body.messages, tools), most)
         return chat.tokens_of(body.messages, tools, body.chat_template_kwargs, tokenizer, is_parsed)
 
-    def _known(self, prompt: str | list[int], is_parsed: bool) -> list[int]:
+    def _token_ids(self, prompt: str | list[int], is_parsed: bool) -> list[int]:
         if isinstance(prompt, str):
             return self._encoded(prompt, is_parsed=is_parsed)
         with _reported("prompt"):
@@ -152,7 +153,7 @@ class Reader:
         return min(self.config.prompt_tokens or self.length, self.length - 1)
 
     def _check_texts(self, texts: Sequence[str], most: int) -> None:
-        """Refuse texts of far more tokens than `most` without encoding or rendering all of them."""
+        """Refuse texts of far more tokens than `most` without encoding or rendering them completely."""
         size, tokenizer = LETTERS * most, self.target.tokenizer
         if tokenizer is None or sum(map(len, texts)) <= size:
             return
@@ -166,7 +167,7 @@ class Reader:
 
     def _too_long(self, count: str) -> Refusal:
         return invalid(
-            f"the prompt has {count} tokens, and this server takes at most {self._longest}; shorten it", "prompt",
+            f"the prompt has {count} tokens, and this server accepts at most {self._longest}; shorten it", "prompt",
             "context_length_exceeded",
         )  # fmt: skip
 
@@ -181,7 +182,7 @@ class Reader:
             raise invalid(f"n must be at most {self.config.n}, got {n}", "n")
         if prompts * n > self.config.texts:
             raise invalid(
-                f"{prompts} prompts with {n} answers each are {prompts * n} texts, and a request may have "
+                f"{prompts} prompts with {n} answers each are {prompts * n} texts, and a request may have at most "
                 f"{self.config.texts}; send several requests",
                 "prompt",
             )
@@ -189,34 +190,34 @@ class Reader:
     # ── settings ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _most(self, body: TextRequest, prompt: int) -> int:
-        """Most tokens of an answer to a prompt of so many."""
+        """Most tokens of an answer to a prompt of `prompt` tokens."""
         room, limit = self.length - prompt, self.config.max_tokens
-        asked, name = body.max_tokens, "max_tokens"
+        max_tokens, name = body.max_tokens, "max_tokens"
         if isinstance(body, ChatRequest):
             if body.max_completion_tokens is not None:
-                asked, name = body.max_completion_tokens, "max_completion_tokens"
-        elif asked is None:
-            asked = min(COMPLETION_TOKENS, room, limit or room)
-        if asked is None:
+                max_tokens, name = body.max_completion_tokens, "max_completion_tokens"
+        elif max_tokens is None:
+            max_tokens = min(COMPLETION_TOKENS, room, limit or room)
+        if max_tokens is None:
             return min(room, limit or room)
-        if asked > room:
+        if max_tokens > room:
             raise invalid(
-                f"{name} is {asked}, and after a prompt of {prompt} tokens there is room for {room}; ask for fewer",
+                f"{name} is {max_tokens}, and after a prompt of {prompt} tokens there is room for {room}; lower it",
                 name, "context_length_exceeded",
             )  # fmt: skip
-        if limit is not None and asked > limit:
-            raise invalid(f"{name} must be at most {limit}, got {asked}", name)
-        return asked
+        if limit is not None and max_tokens > limit:
+            raise invalid(f"{name} must be at most {limit}, got {max_tokens}", name)
+        return max_tokens
 
     def _fewest(self, body: TextRequest, most: int) -> int:
         fewest = most if body.ignore_eos else body.min_tokens or 0
         if fewest > most:
-            raise invalid(f"min_tokens {fewest} is more than the {most} tokens of the answer; lower it", "min_tokens")
+            raise invalid(f"min_tokens is {fewest}, and the answer has at most {most} tokens; lower it", "min_tokens")
         return fewest
 
     def _sampling(self, body: TextRequest) -> Sampling:
-        given = {name: getattr(body, name) for name in DRAWN}
-        drawn = self.defaults | {name: value for name, value in given.items() if value is not None}
+        requested = {name: getattr(body, name) for name in DRAWN}
+        drawn = self.defaults | {name: value for name, value in requested.items() if value is not None}
         if 0 < drawn["temperature"] < MIN_TEMPERATURE:
             raise invalid(
                 f"temperature must be 0 or at least {MIN_TEMPERATURE}, got {drawn['temperature']}", "temperature"
@@ -230,29 +231,30 @@ class Reader:
         )  # fmt: skip
 
     def _drafts(self, body: TextRequest) -> dict[str, Any]:
-        """What a request says about drafts, as settings of `Request`."""
-        asked, found = body.speculative, dict[str, Any]()
-        if isinstance(asked, Speculative) and not self.drafters:
+        """A body's settings of drafts, as fields of `Request`."""
+        speculative = body.speculative
+        drafts: dict[str, Any] = {}
+        if isinstance(speculative, Speculative) and not self.drafters:
             raise invalid("speculative has no effect: this server has no drafter; leave it out", "speculative")
-        if asked is False:
-            found["max_draft"] = 0
-        elif isinstance(asked, Speculative):
-            if asked.drafter is not None and asked.drafter not in self.drafters:
-                near = nearest(asked.drafter[:80], self.drafters)
-                raise invalid(f"there is no drafter {asked.drafter[:80]!r} here{near}", "speculative.drafter")
-            found |= {"max_draft": asked.depth, "drafter": asked.drafter or ""}
+        if speculative is False:
+            drafts["max_draft"] = 0
+        elif isinstance(speculative, Speculative):
+            if speculative.drafter is not None and speculative.drafter not in self.drafters:
+                near = nearest(speculative.drafter[:80], self.drafters)
+                raise invalid(f"unknown drafter {speculative.drafter[:80]!r}{near}", "speculative.drafter")
+            drafts |= {"max_draft": speculative.depth, "drafter": speculative.drafter or ""}
         if body.prediction is not None:
             text = text_of(body.prediction.model_dump()["content"])
-            found["prediction"] = self._encoded(text, with_special=False)[: self.length]
-        return found
+            drafts["prediction"] = self._encoded(text, with_special=False)[: self.length]
+        return drafts
 
 
 def defaults_of(target: TransformersTarget) -> dict[str, Any]:
-    """How tokens are drawn unless a request says so: plainly, or as the model's generation_config has it."""
+    """Default sampling settings: those of the model's generation_config, and neutral values for the rest."""
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     config = target.generation_config
-    own = {} if config is None else {name: value for name, value in vars(config).items() if name in DRAWN}
-    return plain | {name: value for name, value in own.items() if value is not None}
+    defaults = {} if config is None else {name: value for name, value in vars(config).items() if name in DRAWN}
+    return plain | {name: value for name, value in defaults.items() if value is not None}
 
 
 def _listed(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Any]:
@@ -280,17 +282,17 @@ def _grammar(body: TextRequest) -> Grammar | None:
     form = body.response_format
     if form is None or isinstance(form, TextFormat):
         return None
-    given = form.json_schema.schema_ if isinstance(form, SchemaFormat) else {"type": "object"}
-    schema = json.dumps({"x-guidance": {"whitespace_pattern": GAP}} | given)
+    form_schema = form.json_schema.schema_ if isinstance(form, SchemaFormat) else {"type": "object"}
+    schema = json.dumps({"x-guidance": {"whitespace_pattern": GAP}} | form_schema)
     if len(schema) > LARGEST_SCHEMA:
-        raise invalid(f"the schema has {len(schema)} characters, the most are {LARGEST_SCHEMA}", "response_format")
+        raise invalid(f"the schema has {len(schema)} characters, more than {LARGEST_SCHEMA}", "response_format")
     with _reported("response_format"):
         return Grammar.json(schema)
 
 
 @contextmanager
 def _encoding(param: str) -> Iterator[None]:
-    """What a tokenizer raises is told to the client."""
+    """Errors of the tokenizer become refusals."""
     try:
         yield
     except DataError as error:
@@ -301,7 +303,7 @@ def _encoding(param: str) -> Iterator[None]:
 
 @contextmanager
 def _reported(param: str | None = None) -> Iterator[None]:
-    """Our errors from inside are told to the client."""
+    """Outrider's errors become refusals."""
     try:
         yield
     except (ConfigError, DataError) as error:

@@ -39,12 +39,12 @@ class Text(NamedTuple):
     @property
     def rejected(self) -> list[int]:
         """Places in the answer whose token is not the one that was drafted there."""
-        found, at = [], 0
+        places, at = [], 0
         for depth, accepted in self.drafts:
             if accepted < depth and at + accepted < len(self.answer):
-                found.append(at + accepted)
+                places.append(at + accepted)
             at += accepted + 1
-        return found
+        return places
 
     @property
     def is_drafted(self) -> bool:
@@ -72,21 +72,21 @@ class Buffer:
         lines: dict[Part, list[bytes]] = {"train": [], "held_out": []}
         for text in texts:
             lines[self.part_of(text.prompt)].append(json.dumps(text._asdict()).encode() + b"\n")
-        for part, own in lines.items():
-            if own:
-                self._append(part, b"".join(own))
-        return {part: len(own) for part, own in lines.items()}
+        for part, part_lines in lines.items():
+            if part_lines:
+                self._append(part, b"".join(part_lines))
+        return {part: len(part_lines) for part, part_lines in lines.items()}
 
     def newest(self, part: Part, most: int, is_distinct: bool = False) -> list[Text]:
         """Up to `most` texts of a part, the newest first.  is_distinct: only the newest of each prompt."""
-        known: set[tuple[int, ...]] = set()
+        seen: set[tuple[int, ...]] = set()
 
         def chosen() -> Iterator[Text]:
             for path in reversed(self.files(part)):
                 for text in reversed(read(path)):
                     prompt = tuple(text.prompt)
-                    if not (is_distinct and prompt in known):
-                        known.add(prompt)
+                    if not (is_distinct and prompt in seen):
+                        seen.add(prompt)
                         yield text
 
         return list(islice(chosen(), most))

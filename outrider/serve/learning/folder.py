@@ -65,10 +65,10 @@ class Folder:
 
     def checkpoint(self, version: int) -> Path:
         """The drafter of this version.  Raises ConfigError where there is none."""
-        found = self.place(version) / "checkpoint" if version else Path(self.settings["drafter"])
-        if not checkpoint.is_there(found):
+        path = self.place(version) / "checkpoint" if version else Path(self.settings["drafter"])
+        if not checkpoint.is_there(path):
             raise ConfigError(f"there is no version {version} in {self.path}; there are {self._listed()}")
-        return found
+        return path
 
     @property
     def current(self) -> Path:
@@ -77,8 +77,8 @@ class Folder:
 
     def versions(self) -> list[int]:
         """Those that are whole, the oldest first, without 0."""
-        found = self.path / "versions"
-        return sorted(int(path.parent.name) for path in found.glob(f"[0-9]*/{RESULT}"))
+        folder = self.path / "versions"
+        return sorted(int(path.parent.name) for path in folder.glob(f"[0-9]*/{RESULT}"))
 
     def result(self, version: int) -> dict[str, Any]:
         """How a version was made, and whether it passed."""

@@ -126,9 +126,9 @@ class Learner:
         """A text ended by itself."""
         request = call.request
         if call.is_stored and request.sampling.grammar is None and self._ended.qsize() < MOST_WAITING:
-            own = request.sampling
+            sampling = request.sampling
             drafts = [] if len(request.prediction) or request.max_draft == 0 else call.drafts
-            text = Text(request.prompt, answer, drafts, own.temperature, own.top_k, own.top_p)
+            text = Text(request.prompt, answer, drafts, sampling.temperature, sampling.top_k, sampling.top_p)
             self._ended.put((call.admitted, text))
 
     def busy(self, is_busy: bool) -> None:
@@ -204,25 +204,25 @@ class Learner:
 
     def _obey(self) -> None:
         """Serve the version that somebody asked for, such as `outrider learning undo`."""
-        wanted = self.folder.state()
-        if wanted.version != self.state.version:
-            self._swap(wanted.version)
-            self.folder.log("swapped", version=wanted.version, asked=True)
+        requested = self.folder.state()
+        if requested.version != self.state.version:
+            self._swap(requested.version)
+            self.folder.log("swapped", version=requested.version, asked=True)
             self._before = []
-        self.state = wanted
+        self.state = requested
 
     def _go_back_if_worse(self) -> None:
         """Compare texts since the last swap with those before it, until there are enough to trust the version."""
         if not self._before or len(self._recent) < FEWEST:
             return
-        found = change(list(self._recent), self._before, TAIL)
+        comparison = change(list(self._recent), self._before, TAIL)
         version, before = self.state.version, self._before_version
-        if found.is_drop:
+        if comparison.is_drop:
             self._swap(before)
             self._use(before, self.state.newest)
-            self.folder.log("rolled back", version=version, to=before, **figures_of(found, len(self._recent)))
+            self.folder.log("rolled back", version=version, to=before, **figures_of(comparison, len(self._recent)))
         elif len(self._recent) == RECENT:
-            self.folder.log("trusted", version=version, **figures_of(found, RECENT))
+            self.folder.log("trusted", version=version, **figures_of(comparison, RECENT))
         else:
             return
         self._before = []
@@ -253,9 +253,9 @@ def _loaded(folder: Folder, version: int, target: Target, threads: int) -> Draft
     return load_drafter(folder.checkpoint(version), target)
 
 
-def figures_of(found: Change, texts: int) -> dict[str, Any]:
-    highest = found.highest if math.isfinite(found.highest) else None
+def figures_of(comparison: Change, texts: int) -> dict[str, Any]:
+    highest = comparison.highest if math.isfinite(comparison.highest) else None
     return {
-        "tokens_per_draft": {"old": round(found.old, 4), "new": round(found.new, 4)}, "texts": texts,
+        "tokens_per_draft": {"old": round(comparison.old, 4), "new": round(comparison.new, 4)}, "texts": texts,
         "at_most": None if highest is None else round(highest, 4),
     }  # fmt: skip

@@ -39,8 +39,8 @@ def tokens_per_draft(counts: Counts) -> Floats:
     """[...] of sums [..., D]: a token is the target's own, the others are those accepted."""
     tried, accepted = (np.asarray(values, dtype=np.float64) for values in counts)
     shares = np.where(tried > 0, accepted / np.maximum(tried, 1), 0.0)
-    found: Floats = 1 + shares.cumprod(-1).sum(-1)
-    return found
+    tokens: Floats = 1 + shares.cumprod(-1).sum(-1)
+    return tokens
 
 
 class Change(NamedTuple):
@@ -62,14 +62,14 @@ def change(new: Sequence[Counts], old: Sequence[Counts], tail: float) -> Change:
     The spread is that of the jackknife over texts, of logarithms; a text's steps depend on each other, texts do not.
     """
     center, variance = 0.0, 0.0
-    found = []
+    rates = []
     for sign, texts in ((1, new), (-1, old)):
         both = Counts(np.stack([text.tried for text in texts]), np.stack([text.accepted for text in texts]))
         whole = Counts(both.tried.sum(0), both.accepted.sum(0))
         without = np.log(tokens_per_draft(Counts(whole.tried - both.tried, whole.accepted - both.accepted)))
-        found.append(float(tokens_per_draft(whole)))
-        center += sign * math.log(found[-1])
+        rates.append(float(tokens_per_draft(whole)))
+        center += sign * math.log(rates[-1])
         variance += (len(texts) - 1) / len(texts) * float(((without - without.mean()) ** 2).sum())
     freedom = len(new) + len(old) - 2
     highest = normal(center, math.sqrt(variance), freedom).bound(1 - tail)
-    return Change(found[1], found[0], math.exp(highest))
+    return Change(rates[1], rates[0], math.exp(highest))

@@ -66,18 +66,18 @@ def compared(target: Target, new: Drafter, old: Drafter, texts: Sequence[Text], 
 @torch.inference_mode()
 def measured(target: Target, drafter: Drafter, texts: Sequence[Text], most: int) -> Report:
     """Tokens and steps of every text, all of the drafter's tokens drafted in each step."""
-    asked = [
+    requests = [
         Request(
             text.prompt, min(len(text.answer), most),
             Sampling(text.temperature, text.top_k, text.top_p, seed=number if text.temperature else None),
         )
         for number, text in enumerate(texts)
     ]  # fmt: skip
-    tokens, steps = [0] * len(asked), [0] * len(asked)
-    for progress in generation.serve(target, asked, drafter, policy="fixed", slots=SLOTS):
+    tokens, steps = [0] * len(requests), [0] * len(requests)
+    for progress in generation.serve(target, requests, drafter, policy="fixed", slots=SLOTS):
         tokens[progress.request] += len(progress.tokens)
         steps[progress.request] += 1
-    prompts = [PromptResult(id=str(n), tokens=tokens[n], steps=steps[n]) for n in range(len(asked))]
+    prompts = [PromptResult(id=str(n), tokens=tokens[n], steps=steps[n]) for n in range(len(requests))]
     nothing: dict[str, Any] = dict.fromkeys(
         ("tokens_per_s", "plain_tokens_per_s", "speedup", "exact", "compared_tokens")
     )

@@ -48,9 +48,9 @@ def reading_at(
     place = bisect_right(readings, at, key=lambda reading: reading[0]) - 1
     if place < 0:
         return readings[0]
-    made, found = readings[place]
+    made, counts_then = readings[place]
     if at - made < READING_S:
-        return made, found
+        return made, counts_then
     return at, readings[place + 1][1] if place + 1 < len(readings) else counts
 
 
@@ -89,11 +89,11 @@ def buckets(counts: Sequence[Any], place: int) -> tuple[list[tuple[str, float]],
 def quantiles(counts: Sequence[Any], place: int) -> dict[str, float | int | None]:
     """Seconds that half, and 99 of 100, take at most, in the middle of their bucket; None where there are none."""
     below = list(itertools.accumulate(counts[place : place + WIDTH - 1]))
-    found: dict[str, float | int | None] = {"count": below[-1], "p50": None, "p99": None}
+    figures: dict[str, float | int | None] = {"count": below[-1], "p50": None, "p99": None}
     for name, share in (("p50", 0.5), ("p99", 0.99)) if below[-1] else ():
         bucket = min(bisect_left(below, share * below[-1]), len(EDGES) - 1)
-        found[name] = round(math.sqrt(EDGES[max(bucket - 1, 0)] * EDGES[bucket]), 6)
-    return found
+        figures[name] = round(math.sqrt(EDGES[max(bucket - 1, 0)] * EDGES[bucket]), 6)
+    return figures
 
 
 def share(part: float, whole: float) -> float | None:

@@ -296,8 +296,8 @@ class Telemetry:
     ) -> CounterMetricFamily | GaugeMetricFamily:  # fmt: skip
         """values: by the value of the label; without one, a single value under any key."""
         family = kind(PREFIX + name, help, labels=["model_name"] if label is None else ["model_name", label])
-        for own, value in values.items():
-            family.add_metric([self.model] if label is None else [self.model, own], value)
+        for label_value, value in values.items():
+            family.add_metric([self.model] if label is None else [self.model, label_value], value)
         return family
 
     def _by_word(self) -> Iterator[Metric]:
@@ -338,10 +338,10 @@ class Telemetry:
         """Tokens a second in each of the last seconds, the newest last."""
         points = [(at, reading[GENERATED]) for at, reading in self._readings.copy()]
         points.append((max(now, points[-1][0]), counts[GENERATED]))
-        known: list[tuple[float, float]] = points[:1]
+        line: list[tuple[float, float]] = points[:1]
         for (before, _), (at, total) in itertools.pairwise(points):
             if at > before + READING_S:  # idle from then on
-                known.append((before + READING_S, total))
-            known.append((at, total))
-        totals = [interpolated(known, now - HISTORY_S + second) for second in range(HISTORY_S + 1)]
+                line.append((before + READING_S, total))
+            line.append((at, total))
+        totals = [interpolated(line, now - HISTORY_S + second) for second in range(HISTORY_S + 1)]
         return [round(after - before, 1) for before, after in itertools.pairwise(totals)]
