@@ -43,10 +43,10 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def row_bytes(kind: str, columns: int) -> int:
-    """Bytes of a row of so many numbers.  Raises ValueError for a row that is not a whole number of blocks."""
+    """Bytes of a row of this many weights.  Raises ValueError for a row that is not a whole number of blocks."""
     block = BLOCKS[kind]
     if columns % block.values:
-        raise ValueError(f"rows of {columns} numbers can't be cut into blocks of {block.values}, as {kind} needs")
+        raise ValueError(f"rows of {columns} weights can't be split into blocks of {block.values}, as {kind} needs")
     return columns // block.values * block.bytes
 
 
@@ -57,34 +57,34 @@ class Parts(NamedTuple):
     """[n, G, values of a group], uint8, or int8 where offset is 0."""
     offset: int
     scales: Tensor
-    """[n, G] float32, as are the minima."""
+    """[n, G] float32, as the minima."""
     mins: Tensor | None
 
     def values(self) -> Tensor:
-        """The weights [n, values of a block]: products and sums in ggml's order, equal to its own bit for bit."""
+        """The weights [n, values of a block]: products and sums in ggml's order, bit for bit equal to its own."""
         values = (self.numbers.float() - self.offset) * self.scales[..., None]
         return (values if self.mins is None else values + self.mins[..., None]).flatten(1)
 
 
 def dequantized(kind: str, blocks: Tensor, columns: int) -> Tensor:
-    """The numbers float32 [R, C] that rows of blocks uint8 [R, bytes] stand for."""
+    """The weights float32 [R, C] of rows of blocks uint8 [R, bytes]."""
     if kind in PLAIN:
         return blocks.contiguous().view(PLAIN[kind]).float().view(len(blocks), columns)
     return parts(kind, blocks).values().view(len(blocks), columns)
 
 
 def parts(kind: str, blocks: Tensor) -> Parts:
-    """Integers and scales of rows of blocks uint8 [R, bytes], of a kind that has them."""
+    """Integers and scales of rows of blocks uint8 [R, bytes], for types that have them."""
     return _LAYOUTS[kind](blocks.reshape(-1, BLOCKS[kind].bytes))
 
 
 def _halves(packed: Tensor) -> Tensor:
-    """Nibbles [n, 2 m] of bytes [n, m]: all low ones, then all high ones."""
+    """Nibbles [n, 2 m] of bytes [n, m]: first all low ones, then all high ones."""
     return torch.cat([packed & 15, packed >> 4], 1)
 
 
 def _half_floats(blocks: Tensor, at: int) -> Tensor:
-    """The 16-bit number that begins at a byte of every block, float32 [n, 1]."""
+    """The 16-bit float at this byte of every block, as float32 [n, 1]."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
@@ -114,8 +114,7 @@ def _q4_k(blocks: Tensor) -> Parts:
 
 
 def six_bit_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and eight minima [n, 8], uint8 of six bits, of the twelve bytes [n, 12] that a K type packs them
-    in."""
+    """Eight scales and eight minima [n, 8], six bits in uint8, from the twelve bytes [n, 12] of a K type."""
     first, second, third = packed.view(-1, 3, 4).unbind(1)
     scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], 1)
     return scales, torch.cat([second & 63, third >> 4 | second >> 6 << 4], 1)

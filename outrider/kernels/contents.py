@@ -1,8 +1,8 @@
-"""Whether a model's weights are still what they were, by what they hold.
+"""Detects changed weights of a model by hashing their contents.
 
-Packed weights, compiled packages and captured graphs hold or were made from values as they were.  torch counts most
-writes to a tensor, but not those through `.data`, by which PEFT merges adapters, averages are taken and checkpoints
-copied in.  So all weights are hashed before a batch of texts, which takes about as long as one or two plain steps.
+Packed weights, compiled packages and captured graphs depend on the old values.  torch counts most writes to a tensor,
+but not those through `.data`, as when PEFT merges adapters, weights are averaged or checkpoints are copied in.  So all
+weights are hashed before a batch of texts, which takes about as long as one or two plain steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from outrider import kernels
 
 PART = 2**24
-"""Words of a weight that a GPU hashes at once."""
+"""Number of words that a GPU hashes at once."""
 
 
 _held: ContextVar[bool] = ContextVar("held", default=False)
@@ -28,8 +28,7 @@ _held: ContextVar[bool] = ContextVar("held", default=False)
 
 @contextmanager
 def held() -> Iterator[None]:
-    """While this is open nobody changes weights, its opener says: those that were hashed once are not hashed again in
-    this thread."""
+    """Promises that weights don't change within this context: those hashed once are not hashed again in this thread."""
     token = _held.set(True)
     try:
         yield
@@ -41,7 +40,7 @@ class Stamp(NamedTuple):
     """A weight at one moment."""
 
     place: int
-    """Its id: another tensor may have taken its place."""
+    """The tensor's id, since another tensor may have taken its place."""
     pointer: int
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -53,16 +52,16 @@ class Stamp(NamedTuple):
 
 
 class Contents:
-    """The weights of one model, watched."""
+    """Watches the weights of one model."""
 
     def __init__(self, model: nn.Module):
         self.model = model
         self._stamps: dict[str, Stamp] | None = None
 
     def changes(self) -> list[str]:
-        """Names of parameters and buffers that are not what they were at the last call; none at the first one.
+        """Names of parameters and buffers that changed since the last call; none at the first one.
 
-        Their version counters are raised, so that whoever stamps by these sees the change too.
+        Increases their version counters, so that code that relies on these sees the change too.
         """
         if self._stamps is not None and _held.get():
             return []
@@ -83,7 +82,7 @@ class Contents:
 
 @torch.no_grad()
 def digests_of(tensors: Sequence[Tensor]) -> list[int]:
-    """A hash of what each holds; of tensors that have no memory of their own here, 0."""
+    """A hash of each tensor's contents; 0 for tensors without memory in this process."""
     hashed = [_digest(tensor) for tensor in tensors]
     sums = [each for each in hashed if isinstance(each, Tensor)]
     on_device = iter(torch.stack(sums).tolist() if sums else ())  # waits for a GPU once
@@ -91,7 +90,7 @@ def digests_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _digest(tensor: Tensor) -> int | Tensor:
-    """A hash, on a GPU as a tensor of one number."""
+    """A hash; on a GPU a tensor with one element."""
     if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel():
         return 0
     plain = tensor.detach().contiguous()
@@ -106,7 +105,7 @@ def _digest(tensor: Tensor) -> int | Tensor:
 
 
 def _on_device(plain: Tensor) -> Tensor:
-    """By sums of its words, each times a number of its place: one pass over the memory of a GPU."""
+    """A sum of its words, each multiplied by a number for its position: one pass over the GPU's memory."""
     size = 4 if plain.nbytes % 4 == 0 else 1
     words = plain.view(-1).view(torch.int32 if size == 4 else torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=words.device)

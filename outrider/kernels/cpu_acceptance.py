@@ -1,8 +1,8 @@
-"""The acceptance rule and draws on a CPU, from logits: of these, the rows that the walk comes to are read.
+"""The acceptance rule and draws on a CPU, from logits, of which only the rows on the accepted path are read.
 
-As torch writes it, p of every row is computed, checked and drawn from with noise of the whole vocabulary: a fifth of a
-sampled step of a small model.  Settings with cuts are torch's.  Same noise, same tokens, but for ties that rounding
-decides.
+In torch, p of every row is computed, checked and drawn from with noise over the whole vocabulary, which takes a fifth
+of a sampled step of a small model.  Settings with truncation are left to torch.  Same noise and same tokens, except for
+ties that rounding decides.
 
 B slots, N nodes, V vocabulary.
 """
@@ -24,8 +24,8 @@ from outrider.sampling.distribution import wide
 def accept(draft: Draft, logits: Tensor, temperature: Tensor, streams: Streams) -> Tensor:
     """The acceptance rule for logits [B, N+1, V] at `temperature` [B]; 0 is greedy.
 
-    Returns [B, N+4] int64: a slot's path, its length, the next token, invalid nodes, whether the logits that were read
-    are finite.  Raises DrafterError for a q over another vocabulary.
+    Returns [B, N+4] int64: each slot's path, its length, the next token, number of invalid nodes, whether the logits
+    read are finite.  Raises DrafterError for a q over another vocabulary.
     """
     logits = wide(logits).contiguous()
     slots, width, vocabulary = logits.shape
@@ -46,13 +46,13 @@ def accept(draft: Draft, logits: Tensor, temperature: Tensor, streams: Streams) 
 
 
 def accept_greedy(draft: Draft, logits: Tensor, choice: Tensor | None = None) -> Tensor:
-    """As `accept`, of greedy slots; `choice` is not needed."""
+    """As `accept`, for greedy slots; `choice` is not used."""
     nothing = torch.zeros(len(logits), dtype=torch.int64)
     return accept(replace(draft, q=None), logits, nothing, Streams(nothing, nothing))
 
 
 def sample(logits: Tensor, temperature: Tensor, streams: Streams, depth: int) -> tuple[Tensor, Tensor]:
-    """The distribution q [B, V] of logits [B, V] at `temperature` [B], and a drafted token a slot drawn from it."""
+    """The distribution q [B, V] of logits [B, V] at `temperature` [B], and a drafted token per slot drawn from it."""
     logits, keys = wide(logits).contiguous(), streams.key(depth, Purpose.DRAFT).contiguous()
     q, tokens = torch.empty_like(logits), torch.empty_like(keys)
     temperature = temperature.to(logits.dtype).contiguous()

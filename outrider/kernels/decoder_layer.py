@@ -1,7 +1,7 @@
-"""The kernels that `gpu` launches, in Triton: its names, in the order of a decoder layer.
+"""The Triton kernels of `gpu`, under the same names, in the order of a decoder layer.
 
-Each begins while the one before it runs (programmatic dependent launch), has what it will read fetched to the
-second-level cache, and then waits for its rows.
+Each starts while the previous one runs (programmatic dependent launch), prefetches its weights to the L2 cache, and
+then waits for its input rows.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LINE = tl.constexpr(64)
-"""Numbers of 16 bits in the 128 bytes that are fetched at once."""
+"""16-bit values in the 128 bytes that are fetched at once."""
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton runs kernels on the CPU, line by line, for tests."""
+"""Whether Triton interprets kernels on the CPU, for tests."""
 DEPENDENT = tl.constexpr(not IS_INTERPRETED)
 
 
-# ── what kernels share ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── shared by kernels ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
 def _begin():
-    """Lets the next kernel begin, which waits in turn, and waits for what the one before wrote."""
+    """Let the next kernel start, and wait for the output of the previous one."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -32,7 +32,7 @@ def _begin():
 
 @triton.jit
 def _fetch(addresses):
-    """Has these addresses fetched to the second-level cache; nothing waits for them."""
+    """Prefetch these addresses to the L2 cache without waiting."""
     if DEPENDENT:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; // $0", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
@@ -46,7 +46,7 @@ def _multiply(
 ):  # fmt: skip
     """Rows x [M, K] times the weight rows at `addresses` [BLOCK_N], and sums of squares of x: [N, M] and [M].
 
-    NORMED: x is multiplied by `norm` [K]; its root mean square is the caller's to divide by.
+    NORMED: x is multiplied by `norm` [K]; the caller divides by its root mean square.
     """
     k, m = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_M)
     weights = addresses[:, None] + k[None, :]
@@ -155,8 +155,8 @@ def rotate(
     projected, query_norm, key_norm, cos, sin, starts, query, keys, values, width, eps, slot_stride, head_stride,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Norms and rotates the heads of one row; queries [M, h, d] go on, keys and values to the cache [slots, H, length,
-    d]."""
+    """Norm and rotate the heads of one row; writes queries [M, h, d], and keys and values to the cache [slots, H,
+    length, d]."""
     row, head = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, D)
     half: tl.constexpr = D // 2
@@ -191,8 +191,8 @@ def attend(
     query, keys, values, starts, tree, parts, largest, totals, width, scale, slot_stride, head_stride, splits,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of columns for some query rows that share a head of keys: unnormalised sums of values [M, h, splits,
-    d], largest scores and sums of weights [M, h, splits]."""
+    """One chunk of columns for query rows that share a key head: unnormalised sums of values [M, h, splits, d], largest
+    scores and sums of weights [M, h, splits]."""
     slot, kv = tl.program_id(0) // KV, tl.program_id(0) % KV
     split = tl.program_id(1)
     group: tl.constexpr = HEADS // KV
@@ -237,7 +237,7 @@ def combine(
     parts, largest, totals, starts, out, width, splits, HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """out [M, h, d]: the chunks of one row and head, put together."""
+    """out [M, h, d]: the chunks of one row and head, combined."""
     row, head = tl.program_id(0), tl.program_id(1)
     d, s = tl.arange(0, D), tl.arange(0, SPLITS)
     used = (tl.load(starts + row // width).to(tl.int32) + width + CHUNK - 1) // CHUNK

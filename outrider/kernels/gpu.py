@@ -1,14 +1,13 @@
 """A decoder layer for a few rows on a GPU, in seven Triton kernels that read weights and cache once.
 
-The pass of a step multiplies every weight by a handful of rows, so it can take no less than reading the weights does.
-What lies between the products is joined to them: the norm before a product, the gate and the residual after it, head
-norms and rotary positions with the write to the cache.  They are in `decoder_layer`.
+The pass of a step multiplies every weight by a few rows, so reading the weights is the lower bound of its time.  The
+operations between products are fused with them: the norm before a product, the gate and the residual after it, head
+norms and rotary positions with the write to the cache.  The kernels are in `decoder_layer`.
 
-What one row gives does not depend on how many rows there are, up to `FEW`: products sum over K in one order,
-attention over columns in chunks of one size.  So a drafted chain is verified by the same logits, to the last bit, as
-plain steps have.
+A row's result does not depend on the number of rows, up to `FEW`: products sum over K in one order, attention over
+columns in chunks of one size.  So a drafted chain is verified with the same logits, to the last bit, as in plain steps.
 
-M rows of a pass (slots times tokens a slot, n), K inner and N outer size of a weight, h query heads, H heads of keys, d
+M rows of a pass (slots times tokens per slot, n), K inner and N outer size of a weight, h query heads, H key heads, d
 their size.  All tensors are contiguous; weights are [N, K] as in `nn.Linear`.
 """
 
@@ -28,25 +27,25 @@ from outrider.kernels.decoder_layer import IS_INTERPRETED
 FEW = 32
 """Rows up to which these products are faster than torch's."""
 CHUNK, QUERIES, SPLITS = 128, 16, 16
-"""Columns and query rows of a program that attends, and chunks of columns that are put together at a time.  The same in
-all passes: sums must not depend on their sizes."""
+"""Columns and query rows of an attention program, and chunks of columns combined at a time.  The same in all passes, so
+that sums don't depend on their sizes."""
 PDL: dict[str, Any] = {} if IS_INTERPRETED else {"launch_pdl": True}
 CAPABILITY = 9
-"""Least compute capability, without its minor number: kernels that wait for each other, 227 KiB of shared memory."""
+"""Minimum major compute capability: kernels that wait for each other, 227 KiB of shared memory."""
 
 
 class Tiles(NamedTuple):
-    """How a product is divided: weight rows and columns a step of a program, warps, steps that are loaded ahead."""
+    """How a product is divided: weight rows and columns per step of a program, warps, pipeline stages."""
 
     rows: int
     inner: int
     warps: int
     stages: int
     prefetched: int
-    """Steps whose weights are fetched before the kernel waits for its rows."""
+    """Steps whose weights are prefetched before the kernel waits for its rows."""
 
     def launch_options(self, x: Tensor, *outer: int) -> dict[str, Any]:
-        """Arguments of a launch for x [M, K] and weights of `outer` rows each, which the tiles divide."""
+        """Options of a launch for x [M, K] and weights of `outer` rows each."""
         rows, inner = x.shape
         step = math.gcd(2 * self.inner // x.itemsize, inner)
         return {
@@ -90,7 +89,7 @@ def gate(x: Tensor, norm: Tensor, gates: Tensor, ups: Tensor, eps: float, tiles:
 
 
 def multiply(x: Tensor, weight: Tensor, before: Tensor | None, out: Tensor, tiles: Tiles) -> None:
-    """The product of x [M, K], and `before` [M, N] where it is given, into out [M, N]."""
+    """The product of x [M, K], plus `before` [M, N] if given, into out [M, N]."""
     rows, inner = x.shape
     options = tiles.launch_options(x, len(weight))
     decoder_layer.add[len(weight) // options["BLOCK_N"],](
@@ -111,10 +110,10 @@ def rotated(
     projected: Tensor, norms: Sequence[Tensor], cos_sin: Sequence[Tensor], starts: Tensor, keys: Tensor, values: Tensor,
     width: int, eps: float, heads: Heads,
 ) -> Tensor:  # fmt: skip
-    """Queries [M, h, d] of what `project` gave, normed and rotated; keys and values go to the cache [slots, H, length,
-    d].
+    """Queries [M, h, d] from the output of `project`, normed and rotated; keys and values are written to the cache
+    [slots, H, length, d].
 
-    norms: of queries and keys.  cos_sin: cos and sin [M, d].  starts [R]: columns that each slot holds before the pass.
+    norms: of queries and keys.  cos_sin: cos and sin [M, d].  starts [R]: number of columns per slot before the pass.
     """
     query = projected.new_empty(len(projected), heads.queries, heads.size)
     decoder_layer.rotate[len(projected), heads.queries + 2 * heads.keys](
@@ -128,7 +127,7 @@ class CachedAttention:
     """Attention of a pass's queries over the cache, in chunks of columns."""
 
     def __init__(self, like: Tensor, starts: Tensor, tree: Tensor, end: int, heads: Heads):
-        """like: a tensor of the pass's type and device.  tree [R, n, n] bool; end: columns that are read at most."""
+        """like: a tensor of the pass's dtype and device.  tree [R, n, n] bool; end: most columns that are read."""
         self.starts, self.tree, self.heads = starts, tree.contiguous().view(torch.uint8), heads
         self.width, self.splits = tree.shape[-1], triton.cdiv(end, CHUNK)
         cells = len(starts) * self.width, heads.queries, self.splits

@@ -1,8 +1,9 @@
 """The acceptance rule and draws over large vocabularies on a GPU: logits are read once or twice and never copied.
 
-What `accept` does with p [B, N+1, V] in float32, its residuals and its noise, costs a GPU many times the logits.  These
-kernels compute p from logits where it is needed, and write numbers of rows and nodes alone.  They know temperatures;
-top-k and other cuts are torch's.  Same noise, same tokens, but for ties that rounding decides.
+With p [B, N+1, V] in float32, residuals and noise, the plain `accept` moves many times the bytes of the logits.  These
+kernels compute p from logits where it is needed, and write only a few numbers per row and node.  They support
+temperatures; top-k and other truncations are torch's.  They use the same noise and choose the same tokens, except for
+ties that rounding decides.
 
 B slots, N nodes, R = B * (N + 1) rows, V vocabulary.
 """
@@ -22,20 +23,20 @@ from outrider.decoding.noise import Purpose, Streams
 from outrider.kernels import logits as kernels
 
 CHUNK = 2048
-"""Tokens of a program.  The same for all passes: sums must not depend on their sizes."""
+"""Tokens per program.  The same in all passes, so that sums don't depend on their sizes."""
 WARPS = 4
 
 
 class RowStatistics(NamedTuple):
-    """What was read of logits [B, n, V]: numbers of rows, from which any probability is one more read away."""
+    """Statistics of the rows of logits [B, n, V], from which a probability is computed with one more read."""
 
     logits: Tensor
     temperature: Tensor
     """[B], in the type of probabilities."""
     best: Tensor
-    """[R] largest logit; infinite where one is NaN."""
+    """[R] largest logit; infinite if one is NaN."""
     choice: Tensor
-    """[R] int32, the first token that has it."""
+    """[R] int32, the first token with it."""
     total: Tensor
     """[R] sum of weights relative to it."""
     valid: Tensor
@@ -55,16 +56,16 @@ class RowStatistics(NamedTuple):
 
     @property
     def launch_options(self) -> dict[str, Any]:
-        """Arguments that launches end with."""
+        """Options of all launches."""
         return {"WIDE": tl.float64 if self.temperature.dtype == torch.float64 else tl.float32, "num_warps": WARPS}
 
     def parts(self, rows: int, *types: torch.dtype) -> list[Tensor]:
-        """Empty numbers of chunks, [rows, splits] of each type."""
+        """Empty tensors for chunks, [rows, splits] of each dtype."""
         return [self.best.new_empty(rows, self.sizes[2], dtype=dtype) for dtype in types]
 
 
 class Nodes(NamedTuple):
-    """A draft as kernels read it."""
+    """A draft in the form that kernels read."""
 
     tokens: Tensor
     parents: Tensor
@@ -75,7 +76,7 @@ class Nodes(NamedTuple):
     depths: Tensor
     """[R]."""
     ranks: int
-    """Most younger siblings that a node has; 0 for chains."""
+    """Most later siblings of a node; 0 for chains."""
 
     @classmethod
     def of(cls, draft: Draft) -> Nodes:
@@ -93,8 +94,8 @@ class Nodes(NamedTuple):
 def accept(draft: Draft, logits: Tensor, temperature: Tensor, streams: Streams) -> Tensor:
     """The acceptance rule for logits [B, N+1, V] at `temperature` [B]; 0 is greedy.
 
-    Returns [B, N+4] int64: a slot's path, its length, the next token, invalid nodes, whether all logits are finite.
-    Raises DrafterError for a q over another vocabulary.
+    Returns [B, N+4] int64: each slot's path, its length, the next token, number of invalid nodes, whether all logits
+    are finite.  Raises DrafterError for a q over another vocabulary.
     """
     if draft.q is not None:
         refuse_other_vocabulary(draft.q, logits.shape[-1])
@@ -112,7 +113,7 @@ def accept(draft: Draft, logits: Tensor, temperature: Tensor, streams: Streams) 
 
 
 def accept_greedy(draft: Draft, logits: Tensor, choice: Tensor | None = None) -> Tensor:
-    """As `accept`, of greedy slots.  choice [B, N+1] as in `Scores`, where it is known: logits are not read."""
+    """As `accept`, for greedy slots.  choice [B, N+1] as in `Scores`; if given, logits are not read."""
     choice = likeliest(logits) if choice is None else choice.contiguous()
     return walk(RowStatistics(logits, *(choice,) * 6), Nodes.of(draft), None, choice)
 
@@ -124,7 +125,7 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, temperature: Tensor, streams: Streams, depth: int) -> tuple[Tensor, Tensor]:
-    """The distribution q [B, V] of logits [B, V] at `temperature` [B], and a drafted token a slot drawn from it."""
+    """The distribution q [B, V] of logits [B, V] at `temperature` [B], and a drafted token per slot drawn from it."""
     rows = read(logits[:, None], temperature)
     q = torch.empty(logits.shape, dtype=rows.temperature.dtype, device=logits.device)
     depths = torch.full((len(logits),), depth, device=logits.device)
@@ -137,7 +138,7 @@ def sample(logits: Tensor, temperature: Tensor, streams: Streams, depth: int) ->
 def read(
     logits: Tensor, temperature: Tensor, nodes: Nodes | None = None, streams: Streams | None = None
 ) -> RowStatistics:
-    """One look at logits [B, n, V] and, where there are nodes with q, at that."""
+    """Read logits [B, n, V] once, and the q of nodes if they have one."""
     logits, is_wide, device = _dense_rows(logits), logits.dtype == torch.float64, logits.device
     slots, width, _ = logits.shape
     wide, count = torch.float64 if is_wide else torch.float32, slots * width
@@ -162,7 +163,7 @@ def read(
 
 
 def masses_of(rows: RowStatistics, nodes: Nodes) -> Tensor:
-    """[B N, splits]: each chunk's share of what the rejection of a node with younger siblings leaves."""
+    """[B N, splits]: each chunk's part of the residual mass after the rejection of a node with later siblings."""
     [masses] = rows.parts(nodes.tokens.numel(), rows.temperature.dtype)
     for rank in range(nodes.ranks):
         kernels.masses[masses.shape](
@@ -180,7 +181,7 @@ def drawn(
     only_seeded: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[R] tokens drawn from every row.  only_seeded: of seeded slots; others' are not set.  out [R, V]: p."""
+    """[R] tokens drawn from every row.  only_seeded: only for seeded slots.  out [R, V]: gets p."""
     best, token = rows.parts(len(rows.best), torch.float64, torch.int32)
     tokens = torch.empty(len(best), dtype=torch.int64, device=best.device)
     kernels.draw[best.shape](
@@ -196,10 +197,10 @@ def walk(
     rows: RowStatistics, nodes: Nodes, masses: Tensor | None, draws: Tensor | None, seeded: Tensor | None = None,
     left: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """[B, N+4], as `accept` returns; where nodes are judged by q the next token is still missing.
+    """[B, N+4] as in `accept`, but without the next token if nodes are judged by q.
 
     masses: None without q.  draws [R]: the target's own tokens, -1 after logits that are not finite.  left [B, N]: gets
-    what was left for each node that was tested.
+    the residual probability of each tested node.
     """
     (slots, count), is_judged = nodes.tokens.shape, masses is not None
     out = torch.full((slots, count + 4), -1, dtype=torch.int64, device=nodes.tokens.device)
@@ -217,7 +218,7 @@ def walk(
 def emit(
     rows: RowStatistics, nodes: Nodes, masses: Tensor, streams: Streams, walked: Tensor, out: Tensor | None = None
 ) -> None:  # fmt: skip
-    """Draws the token after each path into `walked`.  out [B, V]: gets what it is drawn from, not normalised."""
+    """Draw the token after each path into `walked`.  out [B, V]: gets its distribution, not normalised."""
     wide = rows.temperature.dtype
     best, rest_best, token, rest_token, mass = rows.parts(
         len(walked), torch.float64, torch.float64, torch.int32, torch.int32, wide
@@ -233,15 +234,15 @@ def emit(
 
 
 def _strides(rows: Tensor) -> tuple[int, int]:
-    """Of slots and rows."""
+    """Strides of slots and rows."""
     return rows.stride(0), rows.stride(1)
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """x [B, n, V], each row's numbers side by side."""
+    """x [B, n, V] with contiguous rows."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _bits(flags: Tensor | None, instead: Tensor) -> Tensor:
-    """Flags as bytes; any tensor where there are none, which is not read."""
+    """Flags as bytes; without them any tensor, which is not read."""
     return instead if flags is None else flags.view(torch.uint8)

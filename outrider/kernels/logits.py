@@ -15,11 +15,11 @@ STEP = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
 INDEX_STEP = tl.constexpr(3 * (0x9E3779B97F4A7C15 - 2**64) + 2**64)
 FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64)
 SECOND = tl.constexpr(0x94D049BB133111EB - 2**64)
-"""Those of `decoding.noise`."""
+"""Constants of `decoding.noise`."""
 DRAFT, ACCEPT, TARGET = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 """`Purpose`, in numbers."""
 MIN_MASS = tl.constexpr(1e-12)
-"""A residual with less mass is due to rounding."""
+"""A residual with less mass is a rounding error."""
 LAST = tl.constexpr(2**31 - 1)
 
 
@@ -50,10 +50,10 @@ def _unit(x):
 
 @triton.jit
 def _race(weights, key, x):
-    """Largest weight / exponential noise of tokens x, and the first token that has it."""
+    """Largest weight / exponential noise of tokens x, and the first token with it."""
     best = tl.full((), 0.0, tl.float64)
     token = tl.min(x, 0)
-    if tl.max(weights, 0) > 0:  # else the noise of 150k impossible tokens would be computed
+    if tl.max(weights, 0) > 0:  # skip the noise of chunks without possible tokens
         times = weights.to(tl.float64) / -tl.log(_unit(_mix(key + x.to(tl.int64) * STEP)))
         best = tl.max(times, 0)
         token = tl.min(tl.where(times == best, x, LAST), 0)
@@ -62,7 +62,7 @@ def _race(weights, key, x):
 
 @triton.jit
 def _first_of_largest(best, token, at, splits, SPLITS: tl.constexpr):
-    """Largest of a row's chunks, and the first token that has it."""
+    """Largest of a row's chunks, and the first token with it."""
     s = tl.arange(0, SPLITS)
     maxima = tl.load(best + at * splits + s, mask=s < splits, other=float("-inf"))
     top = tl.max(maxima, 0)
@@ -82,7 +82,7 @@ def _weights(logits, x, best, choice, temperature):
 
 @triton.jit
 def _judged(q, x, is_in, token, is_known, is_valid, WIDE: tl.constexpr):
-    """q of tokens x as the rule judges it: one-hot where it is not valid, 0 where the node's id is outside."""
+    """q of tokens x as the rule uses it: one-hot if it is not valid, 0 if the node's id is out of range."""
     stored = tl.load(q + x, mask=is_in, other=0.0).to(WIDE)
     return tl.where(is_valid, stored, tl.where((x == token) & is_known, 1.0, 0.0).to(WIDE))
 
@@ -120,8 +120,8 @@ def read(
     logits, temperature, q, best, choice, total, sums, minima, N, V, splits, slot_stride, row_stride, q_slot, q_node,
     CHUNK: tl.constexpr, HAS_Q: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a row: its largest logit (infinite where one is NaN), the first token that has it, and the sum of
-    weights relative to it [R, splits]; sum and minimum of its node's q."""
+    """One chunk of a row: its largest logit (infinite if one is NaN), the first token with it, and the sum of weights
+    relative to it [R, splits]; sum and minimum of its node's q."""
     row, split = tl.program_id(0), tl.program_id(1)
     slot, n = (row // (N + 1)).to(tl.int64), row % (N + 1)
     x = split * CHUNK + tl.arange(0, CHUNK)
@@ -150,8 +150,8 @@ def combine(
     best, choice, total, sums, minima, temperature, tokens, q, seeds, index, depths, row_best, row_choice, row_total,
     valid, coins, N, V, splits, q_slot, q_node, SPLITS: tl.constexpr, HAS_Q: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A row's chunks put together: largest logit, the first token that has it and the sum of weights [R]; whether the
-    node's q is a distribution, and its coin [B, N]."""
+    """A row's chunks combined: largest logit, the first token with it and the sum of weights [R]; whether the node's q
+    is a distribution, and its coin [B, N]."""
     row, s = tl.program_id(0), tl.arange(0, SPLITS)
     slot, n = (row // (N + 1)).to(tl.int64), row % (N + 1)
     is_used = s < splits
@@ -183,7 +183,8 @@ def masses(
     logits, temperature, row_best, row_choice, row_total, tokens, parents, sizes, valid, q, out, rank, N, V, splits,
     slot_stride, row_stride, q_slot, q_node, CHUNK: tl.constexpr, SPLITS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One chunk's share of what is left after the rejection of a node with `rank` elder siblings, [B N, splits]."""
+    """One chunk's part of the residual mass after the rejection of a node with `rank` earlier siblings, [B N,
+    splits]."""
     node, split = tl.program_id(0), tl.program_id(1)
     slot, n = (node // N).to(tl.int64), node % N
     parent, elders = tl.load(parents + node), 0
@@ -216,9 +217,9 @@ def draw(
     slot_stride, row_stride, CHUNK: tl.constexpr, PURPOSE: tl.constexpr, HAS_SEEDED: tl.constexpr,
     ONLY_SEEDED: tl.constexpr, WRITES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of the race of a row's distribution: best [R, splits] and the token that has it.
+    """One chunk of the race over a row's distribution: best [R, splits] and the token with it.
 
-    WRITES: the distribution goes to `out` [R, V].  For a draft, a seeded slot has the target's own noise.
+    WRITES: writes the distribution to `out` [R, V].  For a draft, a seeded slot uses the target's noise.
     """
     row, split = tl.program_id(0), tl.program_id(1)
     slot, n = (row // (N + 1)).to(tl.int64), row % (N + 1)
@@ -260,10 +261,11 @@ def walk(
     draws, left, out, N, V, splits, slot_stride, row_stride, q_slot, q_node, SPLITS: tl.constexpr, HAS_Q: tl.constexpr,
     HAS_DRAWS: tl.constexpr, IS_GREEDY: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """out [B, N + 4]: a slot's path, its length, the next token, invalid nodes, and whether all rows are finite.
+    """out [B, N + 4]: a slot's path, its length, the next token, number of invalid nodes, and whether all rows are
+    finite.
 
-    HAS_Q: nodes are judged by coins and q; left [B, N] has what is left for each that was tested, and the next token
-    is `emit`'s.  HAS_DRAWS: seeded slots, or all without q, follow the target's `draws` [R].
+    HAS_Q: nodes are judged by coins and q; left [B, N] gets the residual probability of each tested one, and `emit`
+    draws the next token.  HAS_DRAWS: seeded slots, or all without q, follow the target's `draws` [R].
     """
     slot = tl.program_id(0).to(tl.int64)
     first, line, size = slot * (N + 1), out + slot * (N + 4), tl.load(sizes + slot)
@@ -326,9 +328,9 @@ def emit(
     q_node, CHUNK: tl.constexpr, SPLITS: tl.constexpr, HAS_SEEDED: tl.constexpr, WRITES: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of the race for the token after the path: of what the last rejected child leaves, and of what was left
-    before it, which is emitted where nothing remains but rounding.  [B, splits]; WRITES: the first goes to out [B,
-    V]."""
+    """One chunk of the race for the token after the path: over the residual after the last rejected child, and over the
+    one before it, which is used if the former is only rounding errors.  [B, splits]; WRITES: writes the first to out
+    [B, V]."""
     slot, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     line, size = walked + slot * (N + 4), tl.load(sizes + slot)
     count = tl.load(line + N)

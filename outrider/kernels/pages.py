@@ -1,4 +1,4 @@
-"""Memory on large pages, where the system has them: far fewer addresses to translate while weights are read."""
+"""Memory on large pages, if the system has them: far fewer address translations while weights are read."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ LINE = 64
 
 
 class LargePages:
-    """Room for tensors that are read one after the other, and lie so."""
+    """Memory for tensors that are read in sequence, and stored contiguously."""
 
     def __init__(self, size: int):
-        """size: bytes of all tensors at most; what is never written takes no memory."""
-        self._room = _mapped(size) if size >= PAGE else None
+        """size: most bytes of all tensors; pages that are never written take no memory."""
+        self._memory = _mapped(size) if size >= PAGE else None
         self._end = 0
 
     def stored(self, values: Tensor) -> Tensor:
-        """A contiguous copy behind the one before; anywhere where there is no such room."""
+        """A contiguous copy after the previous tensor, or elsewhere if there is no space left."""
         begin, size = self._end, values.numel() * values.itemsize
-        if self._room is None or begin + size > len(self._room):
+        if self._memory is None or begin + size > len(self._memory):
             return values.clone(memory_format=torch.contiguous_format)
         self._end = begin + size + -size % LINE
-        return self._room[begin : begin + size].view(values.dtype).view(values.shape).copy_(values)
+        return self._memory[begin : begin + size].view(values.dtype).view(values.shape).copy_(values)
 
     def taken(self, size: int) -> Tensor:
-        """Zeros uint8 [size] behind the one before, a view; anywhere where there is no such room."""
+        """Zeros uint8 [size] after the previous tensor, as a view, or elsewhere if there is no space left."""
         begin = self._end
-        if self._room is None or begin + size > len(self._room):
+        if self._memory is None or begin + size > len(self._memory):
             return torch.zeros(size, dtype=torch.uint8)
         self._end = begin + size + -size % LINE
-        return self._room[begin : begin + size]
+        return self._memory[begin : begin + size]
 
 
 def _mapped(size: int) -> Tensor | None:
-    """Bytes that begin where a large page does; None where the system has none."""
+    """Bytes aligned to a large page; None if the system has none."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
-    try:  # private memory: few systems have large pages of shared memory
+    try:  # private memory: few systems have large pages for shared memory
         memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:
         return None

@@ -1,12 +1,10 @@
-"""Linear layers whose weights are stored in the order in which a few rows read them, where that is measured to be
-faster.
+"""Linear layers with weights packed for products with a few rows, if that is measured to be faster.
 
-torch computes float32 products on a CPU with MKL, which is slow for the few rows of a decoding step on some CPUs, and
-fast on others.  The alternatives are oneDNN's packed weights, and `panels`: a small kernel of our own
-(`outrider.kernels`), where there is a C++ compiler.  Panels read every weight once for up to a dozen rows, store
-weights whose values are exactly bfloat16 in half the bytes, and sum each output in one order whatever the number of
-rows.  All are timed on a few of the model's own layers.  The packed copy takes as much memory as the weights, or half
-of it.
+torch computes float32 products on a CPU with MKL, which is slow for the few rows of a decoding step on some CPUs.  The
+alternatives are oneDNN's packed weights and `panels`, a kernel of `outrider.kernels`, if there is a C++ compiler.
+Panels are read once for up to a dozen rows, take half the bytes if all values are exactly bfloat16, and sum each output
+in one order whatever the number of rows.  All are timed on a few of the model's own layers.  The packed copy takes as
+much memory as the weights, or half of it.
 """
 
 from __future__ import annotations
@@ -32,16 +30,16 @@ from outrider.kernels.quantized import Quantized, QuantizedLinear
 
 Way = Literal["plain", "onednn", "panels"]
 SHARE = 0.5
-"""Share of the free memory that a model's packed copy may take; a larger model is left as it is."""
+"""Fraction of the free memory that a model's packed copy may take; larger models are not packed."""
 SAMPLE_BYTES = 2**26
-"""Weights on which the ways are timed: more than most caches hold."""
+"""Bytes of weights on which the ways are timed: more than most caches hold."""
 SAMPLE_ROWS = (1, 8)
 PANELS = "panels"
 """Name of a layer's panels while they are traced."""
 
 
 class Prepacked(NamedTuple):
-    """A layer's weight as one of the ways reads it, and a stamp of the weight it was made from."""
+    """A layer's packed weight, and a stamp of the weight it was made from."""
 
     way: Way
     weight: Tensor
@@ -49,10 +47,10 @@ class Prepacked(NamedTuple):
 
 
 def pack(model: nn.Module, changed: Collection[str] = ()) -> None:
-    """Give the linear layers of `model` packed weights, used while `enabled` is open; else they are as they were.
+    """Pack the weights of the linear layers of `model` if that is faster; they are used only within `enabled`.
 
-    changed: names of weights whose packs are made again, whatever torch counted.
-    Nothing changes where that is not faster.  A layer whose weight changes afterwards multiplies the usual way again.
+    changed: names of weights to pack again, even if their version counters did not change.
+    A layer whose weight changes afterwards multiplies the usual way again.
     """
     for name, module in model.named_modules():
         if f"{name}.weight" in changed and isinstance(module, nn.Linear):
@@ -70,10 +68,10 @@ def pack(model: nn.Module, changed: Collection[str] = ()) -> None:
 
 @torch.no_grad()
 def halve(model: nn.Module) -> None:
-    """Round the float32 weights of its linear layers to bfloat16 where panels then read half the bytes; the model's own
-    dtype stays.
+    """Round the float32 weights of its linear layers to bfloat16 if panels can then read half the bytes; the model's
+    dtype stays the same.
 
-    For draft models: a rounded one proposes almost the same, and is checked as before.
+    For draft models: a rounded one proposes almost the same tokens, which are verified as before.
     """
     if kernels.library() is not None:
         for layer in model.modules():
@@ -82,7 +80,7 @@ def halve(model: nn.Module) -> None:
 
 
 class Packed:
-    """A model with packed weights, which are packed anew once they have changed."""
+    """A model with packed weights, which are packed again when they change."""
 
     def __init__(self, model: nn.Module):
         pack(model)
@@ -90,7 +88,7 @@ class Packed:
         self._contents.changes()
 
     def refresh(self) -> bool:
-        """Whether a weight changed since the last call, however that was done."""
+        """Whether a weight changed since the last call, in whatever way."""
         changed = self._contents.changes()
         if changed:
             pack(self.model, changed)
@@ -99,8 +97,7 @@ class Packed:
 
 @contextmanager
 def enabled(*ways: Way) -> Iterator[None]:
-    """While this is open, layers with packed weights use them in this thread; those of other `ways`, if given, do
-    not."""
+    """Within this context, layers use their packed weights in this thread, or only those of these `ways`."""
     token = _open.set(ways or ("onednn", "panels"))
     try:
         yield
@@ -110,7 +107,7 @@ def enabled(*ways: Way) -> Iterator[None]:
 
 @contextmanager
 def disabled() -> Iterator[None]:
-    """While this is open, all layers multiply as torch does in this thread, even where `enabled` is open."""
+    """Within this context, all layers multiply as torch does in this thread, even within `enabled`."""
     token = _disabled.set(True)
     try:
         with quantized.plainly():
@@ -142,9 +139,9 @@ def layout(model: nn.Module) -> list[tuple[str, object]]:
 
 @contextmanager
 def as_parameters(model: nn.Module) -> Iterator[None]:
-    """While this is open, panels are parameters of their layers, so that a traced graph names them.
+    """Within this context, panels are parameters of their layers, so that a traced graph names them.
 
-    Not buffers, which inductor copies.
+    Not buffers, which inductor would copy.
     """
     layers = in_panels(model)
     for layer in layers:
@@ -160,8 +157,8 @@ def as_parameters(model: nn.Module) -> Iterator[None]:
 
 
 def panels_of(layers: Sequence[nn.Linear | Quantized]) -> Tensor:
-    """The panels of these layers as one tensor, copied where they don't lie one behind the other; each layer's are
-    views of it afterwards, so that memory holds them once."""
+    """The panels of these layers as one tensor, copied unless they are contiguous; each layer's are views of it
+    afterwards, so that memory holds them once."""
     parts = [_panels(layer) for layer in layers]
     offsets = {(part.untyped_storage().data_ptr(), part.storage_offset()) for part in parts}
     starts = itertools.accumulate((part.numel() for part in parts[:-1]), initial=parts[0].storage_offset())
@@ -183,14 +180,14 @@ def _panels(layer: nn.Linear | Quantized) -> Tensor:
 
 
 def stored(model: nn.Module) -> int:
-    """Bytes of packed weights that a pass reads while `enabled` is open."""
+    """Bytes of packed weights that a pass reads within `enabled`."""
     linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer in _weights]
     read = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
     return sum(_weights[layer].weight.nbytes for layer in linear) + sum(layer.weight_bytes for layer in read)
 
 
 def way_of(model: nn.Module) -> Way:
-    """How most of its linear layers multiply while `enabled` is open; quantised weights are always in panels."""
+    """How most of its linear layers multiply within `enabled`; quantised weights are always in panels."""
     if _quantised(model):
         return "panels"
     counts = Counter(
@@ -202,7 +199,7 @@ def way_of(model: nn.Module) -> Way:
 _open: ContextVar[tuple[Way, ...]] = ContextVar("open", default=())
 _disabled: ContextVar[bool] = ContextVar("disabled", default=False)
 _weights: WeakKeyDictionary[nn.Linear, Prepacked] = WeakKeyDictionary()
-"""Not stored in the layers: they could no longer be copied or saved."""
+"""Not stored in the layers, which could then no longer be copied or saved."""
 
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -213,7 +210,7 @@ def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
     if packed is None or usual or _disabled.get() or x.dtype != torch.float32 or not x.numel():
         return F.linear(x, layer.weight, layer.bias)
     weight = packed.weight
-    if torch.compiler.is_compiling():  # a traced graph holds the current weights, and checks that itself
+    if torch.compiler.is_compiling():  # a traced graph uses the current weights, and checks that itself
         weight = getattr(layer, PANELS, weight)
     elif packed.stamp != _stamp(layer):
         return F.linear(x, layer.weight, layer.bias)
@@ -221,7 +218,7 @@ def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _fits(layer: nn.Linear) -> bool:
-    # a quantised weight's copy would be float32 again, four times what it takes
+    # a quantised weight's copy would be float32 again, four times as large
     if (
         type(layer.weight) is not nn.Parameter
         or layer.weight.dtype != torch.float32
@@ -229,27 +226,27 @@ def _fits(layer: nn.Linear) -> bool:
     ):
         return False
     forward = vars(layer).get("forward")
-    # ours is packed again once its weight has changed; another's `forward` stays
+    # ours is packed again once its weight has changed; a foreign `forward` stays
     is_ours = isinstance(forward, functools.partial) and forward.func is _forward
     return forward is None or (is_ours and (layer not in _weights or _weights[layer].stamp != _stamp(layer)))
 
 
 def _stamp(layer: nn.Linear) -> tuple[int, int]:
     weight = layer.weight
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version  # which these do not count
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version  # inference tensors have no version
 
 
 # ── ways to multiply ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def ways() -> list[Way]:
-    """The ways that this machine has, the usual one first."""
-    there: dict[Way, bool] = {"plain": True, "onednn": _has_onednn(), "panels": kernels.library() is not None}
-    return [way for way, is_there in there.items() if is_there]
+    """The ways that this machine supports, the usual one first."""
+    supported: dict[Way, bool] = {"plain": True, "onednn": _has_onednn(), "panels": kernels.library() is not None}
+    return [way for way, is_supported in supported.items() if is_supported]
 
 
 def prepacked(weights: Sequence[Tensor], way: Way) -> list[Tensor]:
-    """Weights [outputs, inner] float32 as this way reads them; panels lie one behind the other."""
+    """Weights [outputs, inner] float32, packed for this way; panels are contiguous."""
     if way == "panels":
         width = kernels.panel_width()
         pages = LargePages(sum((len(weight) + -len(weight) % width) * weight.shape[1] * 4 for weight in weights))
@@ -269,14 +266,14 @@ def product(x: Tensor, way: Way, weight: Tensor, outputs: int, bias: Tensor | No
 
 @torch.inference_mode()
 def _fastest(layers: Sequence[nn.Linear]) -> Way:
-    """The fastest way for a plain step and a verification, by timing some of these layers."""
+    """The fastest way for a plain step and a verification, timed on some of these layers."""
     shapes = sorted(Counter(tuple(layer.weight.shape) for layer in layers).items())
     there = ways()
     sizes = list(itertools.accumulate(layer.weight.nbytes for layer in layers))
     sample = [layer.weight for layer, size in zip(layers, sizes, strict=True) if size <= SAMPLE_BYTES] or [
         layers[0].weight
     ]
-    # tied to another's weight, a layer may be wider than it says
+    # a layer tied to another's weight may be wider than it says
     inputs = {
         (rows, width): torch.ones(rows, width)
         for rows in SAMPLE_ROWS
@@ -298,12 +295,12 @@ def _fastest(layers: Sequence[nn.Linear]) -> Way:
 
 @functools.cache
 def _has_onednn() -> bool:
-    """Whether this torch can multiply by oneDNN's packed weights, as it is set now."""
+    """Whether torch, with its current settings, can multiply by oneDNN's packed weights."""
     try:
         if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
             return False
         x, weight = torch.rand(2, 8), torch.rand(4, 8)
         [packed] = prepacked([weight], "onednn")
         return torch.allclose(product(x, "onednn", packed, 4), F.linear(x, weight))
-    except (AttributeError, RuntimeError):  # the operators are torch's own, but not public
+    except (AttributeError, RuntimeError):  # the operators are not public
         return False

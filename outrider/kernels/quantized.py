@@ -1,12 +1,12 @@
-"""Linear layers and embeddings whose weights stay in the blocks of their file.
+"""Linear layers and embeddings whose weights stay in the blocks of a GGUF file.
 
-A weight is scale * number + min (see `kernels.blocks`).  Products are taken in float32: those of the dequantised
-weights but for the order of sums.  Or in integers (`activations="int8"`), which is another function of the same
-weights: `product_in_integers` defines it.  Either way a row's result is the same to the last bit whatever rows are
-computed beside it, and on every processor.
+A weight is scale * number + min (see `kernels.blocks`).  Products are computed in float32, equal to those of the
+dequantised weights except for the order of sums; or in integers (`activations="int8"`), which is another function of
+the same weights, defined by `product_in_integers`.  In both cases a row's result is bit for bit the same whatever rows
+are computed beside it, and on every processor.
 
-Our kernel (`quantized.cpp`) reads weights in panels of 16 rows, made once.  Without a C++ compiler blocks stay as they
-are, and every product dequantises them.
+The kernel (`quantized.cpp`) reads weights in panels of 16 rows, packed once.  Without a C++ compiler blocks are not
+packed, and every product dequantises them.
 
 B rows of activations, R rows of weights, C columns, G groups of a row of weights.
 """
@@ -38,17 +38,17 @@ PANEL = 16
 NUMBERS = {block.name: number for number, block in blocks.TYPES.items()}
 """ggml's numbers of types."""
 PACKED = {kind: block.bytes for kind, block in blocks.BLOCKS.items()} | {"Q4_K": 148}
-"""Bytes of a block in a panel: the scales of Q4_K have 8 bits there instead of 6."""
+"""Bytes of a block in a panel, where scales of Q4_K have 8 bits instead of 6."""
 WIDTH = 32
 """Activations that share a scale, and floats of a row in a panel."""
-ROOM = 2**26
-"""Bytes of large pages that are taken at once; what is never written takes no memory."""
+ARENA = 2**26
+"""Bytes of large pages allocated at once; pages that are never written take no memory."""
 HALVES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}
-"""Bytes of a block at which its scale, and its min, begin."""
+"""Offsets of a block's scale, and of its min."""
 SPREAD = {"Q8_0": 64.0, "Q4_0": 4.0, "Q4_1": 4.0, "Q5_0": 8.0, "Q4_K": 256.0, "Q6_K": 1024.0}
-"""By which random scales are divided so that weights are about 1."""
+"""Divisors of random scales, so that weights are about 1."""
 LEAST = 1e-30
-"""Activations that are all smaller count as 0."""
+"""If all activations of a group are smaller, they count as 0."""
 
 
 _plainly: ContextVar[bool] = ContextVar("plainly", default=False)
@@ -56,7 +56,7 @@ _plainly: ContextVar[bool] = ContextVar("plainly", default=False)
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """While this is open, products in float32 are torch's with the dequantised weights, in this thread."""
+    """Within this context, products in float32 are torch's with the dequantised weights, in this thread."""
     token = _plainly.set(True)
     try:
         yield
@@ -65,12 +65,12 @@ def plainly() -> Iterator[None]:
 
 
 class Quantized(nn.Module):
-    """Rows of blocks, and the numbers that they stand for."""
+    """A matrix stored as rows of blocks."""
 
     packed: Tensor
     """Panels uint8 [panels, bytes]; without a kernel the file's blocks [R, bytes]."""
     panels: Tensor | None
-    """The same while a pass is traced, whose graph names it."""
+    """`packed` as a parameter, while a pass is traced."""
 
     def __init__(self, kind: str, packed: Tensor, rows: int, columns: int):
         super().__init__()
@@ -119,7 +119,7 @@ class QuantizedLinear(Quantized):
     def from_blocks(
         cls, kind: str, blocks: Tensor, columns: int, bias: Tensor | None = None, activations: Activations = "float32"
     ) -> QuantizedLinear:
-        """A layer of rows of blocks uint8 [R, bytes], as ggml lays out this kind.  bias [R] float32."""
+        """A layer of rows of blocks uint8 [R, bytes], in ggml's layout.  bias [R] float32."""
         return cls(kind, _packed(kind, blocks, columns), len(blocks), columns, bias, activations)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class QuantizedEmbedding(Quantized):
     """Rows looked up in their blocks."""
 
     def __init__(self, kind: str, packed: Tensor, rows: int, columns: int, scale: float):
-        """scale: by which a family multiplies its embedding."""
+        """scale: the family's factor on its embedding."""
         super().__init__(kind, packed, rows, columns)
         self.scale = scale
 
@@ -156,7 +156,7 @@ class QuantizedEmbedding(Quantized):
 
     @classmethod
     def of(cls, linear: QuantizedLinear, scale: float = 1.0) -> QuantizedEmbedding:
-        """An embedding that looks up the rows of a head that is tied to it: the blocks are in memory once."""
+        """An embedding tied to this head: the blocks are in memory once."""
         return cls(linear.kind, linear.packed, linear.rows, linear.columns, scale)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class QuantizedEmbedding(Quantized):
 
 
 def _packed(kind: str, raw: Tensor, columns: int) -> Tensor:
-    """Blocks [R, bytes] in panels, or copied where there is no kernel."""
+    """Blocks [R, bytes] as panels, or copied if there is no kernel."""
     expected = blocks.row_bytes(kind, columns)
     if raw.dtype != torch.uint8 or raw.ndim != 2 or raw.shape[1] != expected:
         raise ValueError(
@@ -180,42 +180,42 @@ def _packed(kind: str, raw: Tensor, columns: int) -> Tensor:
 
 
 def in_panels(kind: str, raw: Tensor) -> Tensor:
-    """Blocks [R, bytes] as panels [panels, bytes] for our kernel."""
+    """Blocks [R, bytes] as panels [panels, bytes] for the kernel."""
     if kind in blocks.PLAIN:  # panels hold these 32 at a time
         raw = F.pad(raw, (0, -raw.shape[1] % (WIDTH * blocks.BLOCKS[kind].bytes)))
     size = blocks.BLOCKS[kind].bytes * (WIDTH if kind in blocks.PLAIN else 1)
     count = raw.shape[1] // size
     packed = PACKED[kind] * (WIDTH if kind in blocks.PLAIN else 1)
-    panels = _room(-(-len(raw) // PANEL) * PANEL * count * packed).view(-1, PANEL * count * packed)
+    panels = _allocated(-(-len(raw) // PANEL) * PANEL * count * packed).view(-1, PANEL * count * packed)
     kernels.call("pack", NUMBERS[kind], raw.data_ptr(), len(raw), count, panels.data_ptr())
     return panels
 
 
-class _Room:
-    """Where panels lie, one behind the other, so that a compiled pass can read several as one."""
+class _Arena:
+    """Memory in which panels are contiguous, so that a compiled pass can read several as one."""
 
-    whole: LargePages | None = None
+    pages: LargePages | None = None
     left = 0
 
 
-def _room(size: int) -> Tensor:
-    """Zeros uint8 [size], behind those before."""
-    if size > ROOM // 4:
+def _allocated(size: int) -> Tensor:
+    """Zeros uint8 [size], after those allocated before."""
+    if size > ARENA // 4:
         return LargePages(size).taken(size)
-    if _Room.whole is None or size > _Room.left:
-        _Room.whole, _Room.left = LargePages(ROOM), ROOM
-    _Room.left -= size + -size % LINE
-    return _Room.whole.taken(size)
+    if _Arena.pages is None or size > _Arena.left:
+        _Arena.pages, _Arena.left = LargePages(ARENA), ARENA
+    _Arena.left -= size + -size % LINE
+    return _Arena.pages.taken(size)
 
 
-# ── what products in integers are ─────────────────────────────────────────────────────────────────────────────────────
+# ── products in integers ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def product_in_integers(x: Tensor, weights: Parts) -> Tensor:
-    """x [..., C] float32 times weights of R rows: [..., R], bit for bit what our kernel computes.
+    """x [..., C] float32 times weights of R rows: [..., R], bit for bit as the kernel computes it.
 
-    Groups are added in the order of columns, first scale * (scale of x) times the sum of products of integers, then
-    min times the sum of x, each by one fused multiply-add.
+    Groups are added in the order of columns: first scale * (scale of x) times the sum of integer products, then min
+    times the sum of x, each with one fused multiply-add.
     """
     numbers, x_scales = rounded(x.flatten(0, -2) if x.ndim > 1 else x[None])
     count, group = numbers.shape[1] * WIDTH // weights.numbers.shape[2], weights.numbers.shape[2]
@@ -235,8 +235,8 @@ def product_in_integers(x: Tensor, weights: Parts) -> Tensor:
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [B, C] float32 as integers [B, C / 32, 32], -127 to 127, and scales [B, C / 32]: of each 32 columns the
-    largest magnitude becomes 127, and halves are rounded to even."""
+    """Rows [B, C] float32 as integers [B, C / 32, 32], -127 to 127, and scales [B, C / 32]: the largest magnitude of
+    each 32 columns becomes 127, and halves are rounded to even."""
     parts = F.pad(x, (0, -x.shape[1] % WIDTH)).view(len(x), -1, WIDTH)
     largest = parts.abs().amax(-1)
     largest = torch.where(largest < LEAST, 0.0, largest)
@@ -246,9 +246,9 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c of float32, rounded once.
+    """a * b + c in float32, rounded once.
 
-    In float64 the product is exact; its sum is rounded to odd, after which rounding to float32 is as if it were exact.
+    In float64 the product is exact; the sum is rounded to odd, so that rounding it to float32 gives the exact result.
     """
     product, c = a.double() * b.double(), c.double()
     total = product + c
@@ -260,7 +260,7 @@ def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def _check() -> None:
-    """Compare with torch.  Raises AssertionError where results differ."""
+    """Compare with torch.  Raises AssertionError if results differ."""
     noise = torch.Generator().manual_seed(0)
     x = torch.randn(3, 512, generator=noise)
     for kind in blocks.BLOCKS:
@@ -276,7 +276,7 @@ def _check() -> None:
 
 
 def example(kind: str, rows: int, columns: int, noise: torch.Generator) -> Tensor:
-    """Blocks [rows, bytes] of random weights of about 1."""
+    """Blocks [rows, bytes] of random weights around 1."""
     if kind in blocks.PLAIN:
         return torch.randn(rows, columns, generator=noise).to(blocks.PLAIN[kind]).view(torch.uint8)
     size = blocks.BLOCKS[kind].bytes
@@ -289,12 +289,12 @@ def example(kind: str, rows: int, columns: int, noise: torch.Generator) -> Tenso
 
 @functools.cache
 def is_fast() -> bool:
-    """Whether there is our kernel, and it agrees with `product_in_integers` and with torch."""
+    """Whether the kernel is available and agrees with `product_in_integers` and with torch."""
     if kernels.library() is None:
         return False
     try:
-        _check()  # of few rows, so in no time
+        _check()  # only a few rows, so fast
     except (AssertionError, RuntimeError) as error:
-        log.info("quantised weights are dequantised for every product: %s", first_line(error))
+        log.info("every product dequantises quantised weights: %s", first_line(error))
         return False
     return True

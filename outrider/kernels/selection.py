@@ -1,6 +1,6 @@
-"""Which kernels accept and draw on a device: ours, where they choose the tokens that the plain ways choose.
+"""Selects the kernels that accept and draw on a device: ours, if they choose the same tokens as the plain rule.
 
-They need CUDA and Triton, or a C++ compiler on a CPU, and are tried once per device and process.
+They need CUDA and Triton, or a C++ compiler on a CPU, and are tested once per device and process.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from outrider.sampling.judge import AcceptanceKernels
 log = logging.getLogger(__name__)
 
 SLOTS, VOCABULARY = 16, 5003
-"""Of the trial; the vocabulary is no multiple of anything."""
+"""Sizes of the test; the vocabulary is prime, so not a multiple of any block."""
 CHAIN, TREE = (-1, 0, 1, 2), (-1, -1, -1, 0, 0)
-"""Parents of the drafts that are tried."""
+"""Parents of the test's drafts."""
 
 
 @functools.cache
 def acceptance_kernels(device: torch.device) -> AcceptanceKernels | None:
-    """The kernels that accept and draw on this device; None where the plain ways do."""
+    """The kernels that accept and draw on this device; None for the plain rule."""
     if device.type not in ("cpu", "cuda") or (device.type == "cpu" and library() is None):
         return None
     kernels: AcceptanceKernels = cpu_acceptance
@@ -41,17 +41,17 @@ def acceptance_kernels(device: torch.device) -> AcceptanceKernels | None:
 
             kernels = gpu_acceptance
         wrong = difference(kernels, device)
-    except Exception as error:  # no Triton, no C compiler for it, a GPU that it does not know
+    except Exception as error:  # no Triton, no C compiler for it, or an unsupported GPU
         wrong = first_line(error)
     if wrong:
-        log.info("drafts are accepted and drawn on %s as torch writes it: %s", device, wrong)
+        log.info("torch accepts and draws drafts on %s, without kernels: %s", device, wrong)
         return None
     return kernels
 
 
 @torch.inference_mode()
 def difference(kernels: AcceptanceKernels, device: torch.device) -> str:
-    """What the kernels do otherwise than the plain ways, in words; "" for nothing."""
+    """How the kernels' results differ from the plain rule's; "" if they don't."""
     noise = torch.Generator().manual_seed(11)
     index = torch.arange(SLOTS)
     for parents in (CHAIN, TREE):
@@ -73,7 +73,7 @@ def difference(kernels: AcceptanceKernels, device: torch.device) -> str:
 def _difference(
     kernels: AcceptanceKernels, inputs: Sequence[Tensor], parents: Sequence[int], streams: Streams, has_q: bool
 ) -> str:  # fmt: skip
-    """As `difference`, for one draft.  inputs: logits, tokens, q and temperatures."""
+    """`difference` for one draft.  inputs: logits, tokens, q and temperatures."""
     logits, tokens, q, temperature = inputs
     sizes = torch.full((SLOTS,), len(parents))
     draft = Draft.fixed(tokens, parents, sizes, q if has_q else None)
@@ -89,10 +89,10 @@ def _difference(
     plain = tempered(logits[:, 0], temperature)
     sampled_q, drawn = kernels.sample(logits[:, 0], temperature, streams, 2)
     if not torch.equal(drawn, streams.draw(plain, 2, Purpose.DRAFT)) or float((sampled_q - plain).abs().max()) > 1e-5:
-        return "our kernels draw other tokens than the plain way"
+        return "our kernels draw other tokens than the plain rule"
     return ""
 
 
 def accepted(rows: Tensor) -> Accepted:
-    """What kernels returned, read."""
+    """The kernels' output as `Accepted`."""
     return Accepted.read([row[:-1] for row in rows.tolist()])
