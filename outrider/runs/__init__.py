@@ -1,4 +1,4 @@
-"""A run file is one draft model's life; `outrider.run` goes through its stages.
+"""Runs: `outrider.run` executes the stages of a run file.
 
 runs/<name>/config.yaml  provenance.json  metrics.jsonl  answers/  checkpoint/  report.json  report.html
 """

@@ -1,4 +1,4 @@
-"""The drafters of an evaluation: loaded, labelled, and with what is known of their training."""
+"""The drafters of an evaluation, with labels and facts about their training."""
 
 import hashlib
 import json
@@ -26,19 +26,19 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
 class Loaded(NamedTuple):
-    """Drafters by label, and what is known of them."""
+    """Drafters and facts about them, by label."""
 
     drafters: dict[str, Drafter]
     training: dict[str, Training]
-    """What their training reported.  A drafter without training took no time."""
+    """Facts about their training; zeros for drafters without training."""
     overlaps: dict[str, Overlaps]
-    """Which prompts are in their texts, of those that have some."""
+    """Prompts that occur in a drafter's texts, if it has texts."""
     identities: dict[str, str]
-    """What tells a drafter from another of its label: its settings, or a hash of its weights."""
+    """Settings, or a hash of the weights, to distinguish drafters with the same label."""
 
     @property
     def own(self) -> str:
-        """Label of the last, which is the run's own."""
+        """Label of the run's own drafter, which is the last."""
         return list(self.drafters)[-1]
 
 
@@ -46,9 +46,9 @@ def load_all(
     choices: Sequence[Choice], target: TransformersTarget, drawn: Mapping[str, PromptSet], reporter: Reporter,
     name: str = "", quantize: str | None = None, compile: bool | None = None,
 ) -> Loaded:  # fmt: skip
-    """Load drafters, and check which prompts are in what each was trained on.  drawn: prompts by task.
+    """Load drafters, and check which prompts occur in their training data.  drawn: prompts by task.
 
-    name: of the run, for the label of its own drafter, which is the last choice and is rounded by `quantize`.
+    name: of the run, for the label of its own drafter, the last choice, to which `quantize` applies.
     """
     loaded = Loaded({}, {}, {}, {})
     prompts = {task_name(task): prompt_set.prompts for task, prompt_set in drawn.items()}
@@ -80,7 +80,7 @@ def load_all(
 
 
 def _training(kind: str, source: Source | None, target: TransformersTarget) -> Training | None:
-    """What is known of a drafter's training; None where nothing is."""
+    """Facts about a drafter's training; None if unknown."""
     if source is None:
         module = find(kind)
         is_free = not hasattr(module, "Model") and "model" not in module.Config.model_fields
@@ -92,7 +92,7 @@ def _training(kind: str, source: Source | None, target: TransformersTarget) -> T
 
 
 def metrics_of(checkpoint: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl next to a checkpoint; empty where there is no such file."""
+    """The rows of metrics.jsonl next to a checkpoint; empty without one."""
     above = checkpoint.parent.parent if checkpoint.parent.name == checkpoints.FOLDER else checkpoint.parent
     path = above / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -109,7 +109,7 @@ def _weights_hash(source: Source, settings: Mapping[str, Any]) -> str:
 
 
 def compile_drafter(drafter: Drafter, reporter: Reporter, unasked: bool = False) -> None:
-    """As `compile_passes`; where it can't be, that is reported, and the drafter works without."""
+    """As `compile_passes`; a failure is reported, and the drafter runs uncompiled."""
     try:
         compile_passes(drafter, unasked)
     except NotCompiled as reason:

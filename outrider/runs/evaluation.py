@@ -187,7 +187,8 @@ def measure(
         with reporter.working(plan) as update, _others(evaluation, shard) as on_wait:
             report = evaluate(
                 target, loaded.drafters, config, provenance=provenance, training=loaded.training,
-                overlaps=loaded.overlaps, drawn=drawn, on_prompt=lambda count, _, left_out: update(count, left_out=left_out, **_pace(done)),
+                overlaps=loaded.overlaps, drawn=drawn,
+                on_prompt=lambda count, _, left_out: update(count, left_out=left_out, **_pace(done)),
                 done=done, shard=shard, on_wait=on_wait,
             )  # fmt: skip
         with suppress(DataError):  # no earlier report, or not readable by this version

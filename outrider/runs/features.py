@@ -1,4 +1,4 @@
-"""The features that a run trains on: live, from a cache that is filled first, or from an engine's files."""
+"""Features for training: live, from a cache that is filled first, or from an engine's files."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from outrider.training.config import Config as TrainConfig
 log = logging.getLogger(__name__)
 Source = LiveFeatures | CachedFeatures
 Sourced = Callable[..., Source]
-"""From answers, and `ngram_hashes` where they have some, to their features."""
+"""Answers, and optionally their `ngram_hashes` → their features."""
 
 
 def folder_of(settings: RunConfig) -> str:
@@ -33,7 +33,7 @@ def folder_of(settings: RunConfig) -> str:
 
 
 def sourced(settings: RunConfig, config: TrainConfig, target: RunTarget, model: DraftModel) -> Sourced:
-    """What makes features of answers, as the run file asks for them.  config: with its dtype chosen."""
+    """A function from answers to features, as the run file specifies.  config: with a resolved dtype."""
     prepare = settings.prepare
     common: dict[str, Any] = {
         "batch": config.batch, "length": prepare.length, "seed": config.seed, "budget": config.tokens
@@ -55,7 +55,7 @@ def sourced(settings: RunConfig, config: TrainConfig, target: RunTarget, model: 
 
 
 def _recheck_every(settings: RunConfig, target: RunTarget) -> int:
-    """`prepare.recheck_every`; 0 where no pass of the target can be compared with."""
+    """`prepare.recheck_every`; 0 without a local target to compare with."""
     every = settings.prepare.recheck_every
     if every and isinstance(target, ServedTarget):
         log.warning(
@@ -67,7 +67,7 @@ def _recheck_every(settings: RunConfig, target: RunTarget) -> int:
 
 
 def bound_to(settings: RunConfig, dtype: str, target: RunTarget, model: DraftModel) -> Binding:
-    """What the run's cache must be bound to.  Raises ConfigError for what the drafter can't learn from."""
+    """The binding of the run's cache.  Raises ConfigError for features that the drafter can't learn from."""
     prepare = settings.prepare
     # a drafter without taps reads the final state of every token
     reads_final = not model.taps and model.reads_target
@@ -90,7 +90,7 @@ def bound_to(settings: RunConfig, dtype: str, target: RunTarget, model: DraftMod
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A run's feature cache, as far as it is filled, and how to fill it."""
+    """A run's feature cache, its state, and how to fill it."""
 
     folder: Path
     texts: Sequence[Answer]
@@ -101,7 +101,7 @@ class Store:
     total: int
     """Shards of all texts."""
     done: int
-    """Of them, those that are there."""
+    """Shards that exist."""
 
     @property
     def tokens(self) -> int:
@@ -109,7 +109,7 @@ class Store:
 
     @property
     def size_bytes(self) -> int:
-        """About what all shards take."""
+        """Approximate size of all shards."""
         learnt = sum(end - start for text in self.texts for start, end in text.learn) / max(1, self.tokens)
         binding, hidden = self.binding, self.target.spec.hidden
         each = encodings.bytes_per_token(
@@ -122,7 +122,7 @@ class Store:
         return cache.free_bytes(self.folder)
 
     def fill(self, update: Callable[[int], None]) -> None:
-        """Write the shards that are not there; update: called with the number of those that are."""
+        """Write the missing shards; update: called with the number of existing ones."""
         cache.build(
             self.folder, self.texts, self.states, self.binding, head=self.target.head, shard_tokens=self.shard_tokens,
             on_shard=lambda done, of: update(self.total - of + done),
@@ -132,9 +132,9 @@ class Store:
 def store(
     settings: RunConfig, config: TrainConfig, target: RunTarget, model: DraftModel, answers: Sequence[Answer]
 ) -> Store | None:
-    """The run's cache on this machine; None where features are live, or behind a URL.  config: with its dtype chosen.
+    """The run's cache on this machine; None if features are live or behind a URL.  config: with a resolved dtype.
 
-    Raises DataError for a folder that is bound to something else.
+    Raises DataError for a folder with another binding.
     """
     where, prepare = folder_of(settings), settings.prepare
     if prepare.features == "live" or "://" in where:

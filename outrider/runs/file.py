@@ -1,4 +1,4 @@
-"""A run file: target, drafter, and a section for each stage; it is read and checked before any weight loads."""
+"""A run file: target, drafter, and a section for each stage.  It is checked before any weight loads."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,11 +86,9 @@ class RunConfig(Base):
 
 
 def drafter_config(values: dict[str, Any], where: str = "drafter") -> Base:
-    """`kind` and settings to that drafter's Config.  Raises ConfigError for an unknown kind or key."""
+    """The drafter's Config from `kind` and settings.  Raises ConfigError for an unknown kind or key."""
     if not isinstance(values.get("kind"), str):
-        raise ConfigError(
-            f"{where}: kind is missing, or is not a text; write the kind of drafter, such as kind: dspark"
-        )
+        raise ConfigError(f"{where}: kind is missing or not a string; write the kind of drafter, such as kind: dspark")
     try:
         module = find(values["kind"])
     except ConfigError as error:
@@ -99,7 +97,7 @@ def drafter_config(values: dict[str, Any], where: str = "drafter") -> Base:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, dict[str, str]]:
-    """A run file with overrides laid over it, and the origin of every value (file, override, default).
+    """A run file with overrides applied, and the origin of every value (file, override, default).
 
     Raises ConfigError for everything wrong with it, before any weight loads.
     """
@@ -124,7 +122,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, di
 
 
 def _started(run: RunConfig) -> RunConfig:
-    """The run with the settings of the trained drafter that it starts from."""
+    """The run with the settings of the trained drafter it starts from."""
     target = run.target
     more = sorted(run.drafter.keys() - {"from", "kind"})
     if run.train is None and more:
@@ -136,11 +134,11 @@ def _started(run: RunConfig) -> RunConfig:
 
 
 def _check_stages(run: RunConfig) -> None:
-    """Refuse now what a later stage would refuse after hours of work."""
+    """Refuse early what a later stage would refuse after hours of work."""
     for folder in (run.folder, run.answers):
         if file := next((place for place in (folder, *folder.parents) if place.exists() and not place.is_dir()), None):
             raise ConfigError(
-                f"{file} is a file, but a folder is needed there; move it, or choose another name or prepare.folder"
+                f"{file} is a file, but must be a folder; move it, or choose another name or prepare.folder"
             )
     if run.train is not None:
         _check_training(run, run.train, run.drafter["kind"])
@@ -176,7 +174,7 @@ def _expand(values: dict[str, Any]) -> dict[str, Any]:
     short = {"target": "name", "drafter": "kind"}
     drafter = values.get("drafter")
     if isinstance(drafter, str) and drafter not in kinds() and ("/" in drafter or Path(drafter).exists()):
-        short["drafter"] = "from"  # a trained one
+        short["drafter"] = "from"  # a trained drafter
     return {
         key: {short[key]: value} if key in short and isinstance(value, str) else value for key, value in values.items()
     }

@@ -24,7 +24,7 @@ def write_config(run: RunConfig) -> None:
 
 
 def write_provenance(folder: Path, config: Mapping[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """Write versions, machine, the settings `config` and `facts` into a folder, and return them."""
+    """Write versions, machine, the settings `config` and `facts` to a folder, and return them."""
     facts_of_run = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "outrider": version_of("outrider"),
@@ -59,7 +59,7 @@ def version_of(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Commit of the running source, with `+` where files differ from it; None in an installed package."""
+    """Commit of the running source, with `+` if files differ from it; None in an installed package."""
     root = Path(__file__).resolve().parents[2]
     words = ["git", "-C", str(root), "describe", "--always", "--dirty=+"]
     try:

@@ -1,4 +1,4 @@
-"""A training some of whose processes read the target for the others, which train; see `data.features.sent`."""
+"""Training in which some processes read the target for the others, which train; see `data.features.sent`."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from outrider.training.config import Config as TrainConfig
 from outrider.training.parallel.distributed import Group, signals_ignored
 
 LEARNT, HELD_OUT = 0, 1
-"""Numbers of the two sources of a training."""
+"""Indices of the two sources of a training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """What this process does in a training with readers: the last processes read, the others train."""
+    """The role of this process in a training with readers: the last processes read, the others train."""
 
     group: Group
-    """All of them."""
+    """All processes."""
     trainers: Processes | None
-    """Those that train; None in one that reads."""
+    """The processes that train; None in a reader."""
     readers: int
     most: int
-    """Texts of a request."""
+    """Maximum number of texts in a request."""
 
     @property
     def count(self) -> int:
-        """Of those that train."""
+        """Number of trainers."""
         return self.group.count - self.readers
 
     @contextmanager
     def link(self) -> Iterator[Link]:
-        """From this process, which trains, to the one that reads for it."""
+        """Link from this trainer to its reader."""
         link = Link(self.count + self.group.rank % self.readers, self.most, self.group.control)
         try:
             yield link
@@ -48,17 +48,17 @@ class Roles:
         link.close()
 
     def serve(self, learnt: Any, held_out: Callable[[], Any]) -> None:
-        """Read for the trainers that ask this process, until they have ended."""
+        """Read for this process's trainers until they end."""
         sources = [learnt]
-        with suppress(DataError):  # none is held out, or all are too short: nobody asks
+        with suppress(DataError):  # no held-out answers, or all too short: no trainer requests them
             sources.append(held_out())
         trainers = range(self.group.rank - self.count, self.count, self.readers)
-        with signals_ignored():  # the trainers finish their step, and say so
+        with signals_ignored():  # the trainers finish their step and send the end
             sent_features.serve(sources, trainers, self.most, self.group.control)
 
 
 def roles(settings: RunConfig, stages: Collection[str], processes: Processes) -> Roles | None:
-    """None where every process of a training reads and trains.  Raises ConfigError for what does not go together."""
+    """None if every process of a training reads and trains.  Raises ConfigError for conflicting settings."""
     config = settings.train
     if config is None or not config.target_processes or "train" not in stages:
         return None
@@ -67,18 +67,18 @@ def roles(settings: RunConfig, stages: Collection[str], processes: Processes) ->
     if not isinstance(processes, Group) or processes.count <= readers:
         raise ConfigError(
             f"train.target_processes {readers} needs at least {readers + 1} processes, got {processes.count}; start "
-            f"them by torchrun --nproc-per-node {readers + 1} -m outrider …, or set it to 0"
+            f"them with torchrun --nproc-per-node {readers + 1} -m outrider …, or set it to 0"
         )
     if processes.count < 2 * readers:
         raise ConfigError(
-            f"train.target_processes {readers} leaves {processes.count - readers} processes that train, and each is "
-            f"read for by one; set at most {processes.count // 2}"
+            f"train.target_processes {readers} leaves {processes.count - readers} trainers, and each needs a reader "
+            f"of its own; set at most {processes.count // 2}"
         )
     return Roles(processes, processes.trainers(readers), readers, config.batch * config.accumulate)
 
 
 def _check_stages(settings: RunConfig, config: TrainConfig, stages: Collection[str]) -> None:
-    """Raises ConfigError for stages and settings that readers have no use for."""
+    """Raises ConfigError for stages and settings that don't work with readers."""
     readers = config.target_processes
     if list(stages) != ["train"]:
         raise ConfigError(
@@ -92,11 +92,11 @@ def _check_stages(settings: RunConfig, config: TrainConfig, stages: Collection[s
         )
     if config.calibrate and settings.evaluate is not None:
         raise ConfigError(
-            f"train.calibrate {config.calibrate} drafts for the target, which those that train do not have; set it to "
-            "0, and calibrate afterwards"
+            f"train.calibrate {config.calibrate} drafts for the target, which trainers do not load; set it to 0, "
+            "and calibrate afterwards"
         )
 
 
 def sent(source: Any, number: int, link: Link | None) -> Any:
-    """A source whose states come over the link; itself without one."""
+    """A source whose states come over the link; the source itself without a link."""
     return source if link is None else SentFeatures(source, number, link)

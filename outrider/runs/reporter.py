@@ -1,4 +1,4 @@
-"""What a run reports while it works: a plan before each stage, its progress, and its result."""
+"""Events of a run: a plan before each stage, progress, and a result."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,12 +22,12 @@ class Plan:
     """What a stage is about to do."""
 
     unit: str = "prompts"
-    """What is counted: answers, steps or prompts."""
+    """Unit of `total`: answers, steps or prompts."""
     total: int
     done: int = 0
-    """Units that an earlier run has done."""
+    """Units done by an earlier run."""
     usual_minutes: float | None = None
-    """What the stage takes where the run file was tried."""
+    """Time of the stage on the machine where the run file was tested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,26 +35,26 @@ class Preparing(Plan):
     unit: str = "answers"
     conversations: str
     available: int | None = None
-    """Rows of the source, used or not; None where it is not counted."""
+    """Rows of the source; None if not counted."""
     tokens: int
-    """At most, to write."""
+    """Maximum number of tokens to generate."""
     size_bytes: int
     folder: Path
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """Conversations that are not used, by reason."""
+    """Unused conversations, by reason."""
     servers: tuple[str, ...] = ()
-    """Which answer in place of the target here."""
+    """Servers that answer instead of the local target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storing(Plan):
-    """The target's states of all answers are about to be written."""
+    """Store the target's states of all answers."""
 
     unit: str = "shards"
     tokens: int
-    """Of all answers, those of former runs included."""
+    """Tokens of all answers, including those of earlier runs."""
     size_bytes: int
-    """About, of all of them."""
+    """Approximate size of all states."""
     free_bytes: int
     folder: str
 
@@ -65,9 +65,9 @@ class TrainingPlan(Plan):
     model: DraftModel
     source: LiveFeatures | CachedFeatures
     accumulate: int = 1
-    """Batches of a step."""
+    """Batches per step."""
     schedule: str = ""
-    """How the learning rate goes on, where the number of steps is another than before."""
+    """How the learning rate continues, if the number of steps changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class Calibrating(Plan):
     checkpoint: Path
     task: str
     tokens: int
-    """At most, to write."""
+    """Maximum number of tokens to generate."""
     temperature: float
 
 
@@ -84,9 +84,9 @@ class Evaluating(Plan):
     drafters: tuple[str, ...]
     tasks: tuple[str, ...]
     prompts: int
-    """Of each task."""
+    """Prompts per task."""
     tokens: int
-    """About, to write."""
+    """Approximate number of tokens to generate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,30 +96,30 @@ class Prepared:
     path: Path
     answers: int
     tokens: int
-    """To learn from."""
+    """Tokens to train on."""
     left_out: tuple[str, ...]
-    """A reason for each row that was left out."""
+    """A reason for each omitted row."""
     unanswered: int
-    """Prompts without an answer: refused by the template, no room for one, or none given."""
+    """Prompts without an answer: refused by the chat template, too long, or the source has none."""
     others: int
-    """Answers to prompts that are not asked here."""
+    """Answers to prompts that are not in this run."""
     unstable: int = 0
-    """Given answers that do not train: where they begin or end in the rendering is not sure."""
+    """Answers of the source that do not train, because their bounds in the rendered text are ambiguous."""
     failed: int = 0
-    """Prompts that no server answered; the next run asks again."""
+    """Prompts that no server answered; the next run sends them again."""
     why_failed: tuple[str, ...] = ()
     """The most frequent reasons."""
     retokenised: int = 0
-    """Answers that came as text, whose token ids are the tokenizer's."""
+    """Answers received as text, whose token ids come from the tokenizer."""
     truncated: int = 0
-    """Answers that ended for want of room: they train without an end."""
+    """Answers cut at a length limit: they train without an end token."""
     by_server: Mapping[str, int] = field(default_factory=dict)
-    """Answers by the server that wrote them."""
+    """Number of answers per server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The features that training will read."""
+    """The stored features for training."""
 
     folder: str
     size_bytes: int
@@ -132,11 +132,11 @@ class Trained:
 
     checkpoint: Path
     training: Training
-    """Loss, and acceptance on answers that were held out."""
+    """Loss, and acceptance on held-out answers."""
     acceptance: tuple[float, ...] = ()
-    """Expected at each depth, given that all before were accepted; over the texts of the last logged step."""
+    """Expected acceptance at each depth, given that all earlier tokens were accepted, on the last logged step."""
     probe_tokens_per_step: float | None = None
-    """Measured on a few prompts at the end; None where the run file names none."""
+    """Measured on a few prompts at the end; None without evaluation prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +155,10 @@ Result = Prepared | Stored | Trained | Calibrated | Evaluated
 
 
 Update = Callable[..., None]
-"""Called as units of a plan are done: update(done, **facts), done with those of an earlier run.
+"""Called with progress: update(done, **facts), where `done` includes earlier runs.
 
-facts, where they are known: `tokens` written or read so far, `loss`, `tokens_per_step` (in training the expected ones),
-`mfu` of a training (see `training.progress.throughput`), `reading_s` (see `data.batches.TextFeatures`), `left_out`
-prompts.
+facts, if known: `tokens` generated or read so far, `loss`, `tokens_per_step` (expected in training), `mfu` of a
+training (see `training.progress.throughput`), `reading_s` (see `data.batches.TextFeatures`), `left_out` prompts.
 """
 
 
@@ -167,23 +166,23 @@ class Reporter:
     """Receives the events of a run and ignores them.  A subclass overrides the methods it needs."""
 
     def writing(self, size_bytes: int, folder: Path) -> None:
-        """So much, at most, is about to be written to a folder; raise to refuse it.  Nothing is loaded yet."""
+        """At most this much will be written to a folder; raise to refuse it.  Nothing is loaded yet."""
 
     def loading(self, target: TargetConfig) -> None:
-        """The target is about to be loaded; threads and number types of this machine are chosen."""
+        """The target will be loaded; threads and number types are already chosen."""
 
     def loaded(self, target: RunTarget) -> None:
-        """Called when the target is loaded, or described where servers have its weights."""
+        """The target is loaded, or described if servers have its weights."""
 
     def not_compiled(self, reason: NotCompiled) -> None:
-        """A drafter's passes can't be compiled; it works without."""
+        """A drafter's passes can't be compiled; it runs uncompiled."""
 
     def looked(self, drafter: str, report: OverlapReport) -> None:
-        """How many prompts occur in what a drafter was trained on or drafts from."""
+        """How many prompts occur in a drafter's training data or corpora."""
 
     @contextmanager
     def working(self, plan: Plan) -> Iterator[Update]:
-        """Context of a stage's work; gives the function that is called with its progress."""
+        """Context of a stage; yields the function that receives its progress."""
         yield lambda done, **facts: None
 
     def finished(self, result: Result) -> None:

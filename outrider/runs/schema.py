@@ -1,5 +1,5 @@
-"""The JSON schema of run files, made from the Configs.  The package ships it as `schema.json`, which needs no torch to
-read."""
+"""The JSON schema of run files, generated from the Configs.  It ships as `schema.json`, which can be read without
+torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.runs.file import RunConfig
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 FROM_TARGET = (*SIZES, "taps", "mask_token", "device")
-"""Settings of drafters that are the target's unless given; the schema says so as `x-default`."""
+"""Drafter settings that default to the target's, which the schema marks with `x-default`."""
 STARTED = {
     "type": "object", "required": ["from"],
     "properties": {"from": {"type": "string",
@@ -24,7 +24,7 @@ STARTED = {
 
 
 def make(kinds: Iterable[str]) -> dict[str, Any]:
-    """The schema of run files with the settings of these drafters.  Raises ConfigError for one that can't be used."""
+    """The schema of run files with these drafters.  Raises ConfigError for one that can't be imported."""
     modules = {kind: find(kind) for kind in sorted(kinds)}
     configs: Any = Union[tuple(module.Config for module in modules.values())]  # noqa: UP007
     drafter: Any = Annotated[
@@ -44,7 +44,7 @@ def make(kinds: Iterable[str]) -> dict[str, Any]:
 
 
 def _with_short_names(schema: dict[str, Any]) -> dict[str, Any]:
-    """Definitions are called as their sections and kinds are."""
+    """Rename definitions to their sections and kinds."""
     sections = {
         name: json.dumps(one).partition('"#/$defs/')[2].partition('"')[0] for name, one in schema["properties"].items()
     }
@@ -66,7 +66,7 @@ def _describe(drafter: dict[str, Any], docstring: str) -> None:
 
 
 def _take_one_for_a_list(settings: dict[str, Any]) -> None:
-    """`config.Config` takes `tasks: gsm8k` for a list of one."""
+    """Accept `tasks: gsm8k` as a list of one, as `config.Config` does."""
     for name, setting in settings.items():
         options = setting.get("anyOf", [setting])
         items = [option["items"] for option in options if option.get("type") == "array"]
@@ -83,7 +83,7 @@ def _with_options(setting: dict[str, Any], more: list[dict[str, Any]]) -> dict[s
 
 
 def _take_short_forms(schema: dict[str, Any]) -> None:
-    """`target: NAME`, `drafter: KIND` or a checkpoint, `loss: kl`, and a file's own name as the run's."""
+    """Accept `target: NAME`, `drafter: KIND` or a checkpoint, and `loss: kl`; default the name to the file's."""
     settings, losses = schema["properties"], schema["$defs"]["train"]["properties"]
     for where, name in ((settings, "target"), (settings, "drafter"), (losses, "loss")):
         where[name] = _with_options(where[name], [{"type": "string"}])

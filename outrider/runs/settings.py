@@ -1,5 +1,4 @@
-"""The settings of run files in words, from the schema that the package ships: no drafter is imported for its own
-kinds."""
+"""Descriptions of run file settings, from the shipped schema, so that no drafter is imported."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ from outrider.errors import ConfigError
 
 SCHEMA = Path(__file__).with_name("schema.json")
 SECTIONS = ("run", "target", "prepare", "train", "evaluate", "serve")
-"""What `section` knows besides the kinds of drafters; `run` is the file itself."""
+"""Names for `section` besides the kinds of drafters; `run` is the file itself."""
 
 IN_WORDS = ("required", "not set", "from the target", "its defaults", "the file's name")
-"""Defaults that are not values."""
+"""Defaults that are not literal values."""
 
 
 class Setting(NamedTuple):
-    """One setting, in words."""
+    """Description of a setting."""
 
     name: str
     type: str
@@ -40,7 +39,7 @@ class Section(NamedTuple):
 
 @functools.cache
 def schema() -> dict[str, Any]:
-    """The JSON schema of run files, with the drafters of other distributions where some are installed."""
+    """The JSON schema of run files, including installed drafters of other distributions."""
     shipped: dict[str, Any] = json.loads(SCHEMA.read_text(encoding="utf-8"))
     if all(kind in shipped["$defs"] for kind in kinds()):
         return shipped
@@ -50,7 +49,7 @@ def schema() -> dict[str, Any]:
 
 
 def section(name: str) -> Section:
-    """The settings of a section, or of a kind of drafter.  Raises ConfigError for an unknown name."""
+    """The settings of a section or a kind of drafter.  Raises ConfigError for an unknown name."""
     if name not in SECTIONS and name not in kinds():
         raise ConfigError(f"unknown section or drafter {name!r}{nearest(name, [*SECTIONS, *kinds()])}")
     section = schema() if name == "run" else schema()["$defs"][name]
@@ -58,7 +57,7 @@ def section(name: str) -> Section:
 
 
 def sections(drafters: Iterable[str] | None = None) -> list[Section]:
-    """The run file, its sections, and these drafters; all drafters unless given."""
+    """The run file, its sections, and these drafters (default: all)."""
     return [section(name) for name in (*SECTIONS, *sorted(kinds() if drafters is None else drafters))]
 
 
@@ -78,7 +77,7 @@ def _settings(section: dict[str, Any], is_run: bool = False, prefix: str = "") -
 
 
 def _options(one: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a setting may be, besides null."""
+    """The types of a setting, except null."""
     return [option for option in one.get("anyOf", [one]) if option.get("type") != "null"]
 
 
@@ -131,7 +130,7 @@ def _either(words: list[str]) -> str:
 
 
 def _default(value: Any) -> str:
-    """A value as it is written in a run file; lists and mappings without quotes."""
+    """A value as in a run file; lists and mappings without quotes."""
     match value:
         case None | "":
             return "not set"

@@ -1,4 +1,4 @@
-"""The stages of a run file, prepare, train, calibrate and evaluate, and all of them in order."""
+"""The stages of a run file: prepare, train, calibrate and evaluate."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,7 +54,7 @@ from outrider.training.progress.held_out import facts as held_out_facts
 
 log = logging.getLogger(__name__)
 NOT_SERVED = ("activations", "adapter", "compile", "device_map", "tensor_parallel")
-"""Settings of a target whose weights are here."""
+"""Settings that apply only to a target with local weights."""
 Stage = Literal["prepare", "train", "evaluate"]
 
 
@@ -66,14 +66,12 @@ def run(
     reporter: Reporter | None = None,
     force: bool = False,
 ) -> Report | None:
-    """Prepare, train, calibrate and evaluate: all stages that a run file has; each goes on where it was stopped.
+    """Prepare, train, calibrate and evaluate: all stages of a run file.  Each resumes where it was stopped.
 
-    overrides: `key.path=value`, such as `train.lr=3e-4`.  stages: these alone, in their order.  reporter: gets plans,
-    progress and results; see `outrider.runs.reporter`.  force: a training goes on from its checkpoint with other
-    settings too.
-    Returns the report, None where nothing is measured.
-    Raises ConfigError for everything wrong with the file, before any weight loads, and for a named stage without a
-    section.
+    overrides: `key.path=value`, such as `train.lr=3e-4`.  stages: only these, in their usual order.  reporter: receives
+    plans, progress and results; see `outrider.runs.reporter`.  force: resume a training even if its settings changed.
+    Returns the report, or None if nothing is measured.
+    Raises ConfigError for everything wrong with the file, before any weight loads, and for a stage without a section.
     """
     parts = _parts(file, overrides)
     work_for_first(parts)
@@ -83,7 +81,7 @@ def run(
 
 def _parts(file: str | Path, overrides: Sequence[str]) -> int:
     """Processes that share the run's target."""
-    with suppress(OutriderError):  # said where it is read again
+    with suppress(OutriderError):  # reported when the file is read again
         return load(file, overrides)[0].target.tensor_parallel
     return 1
 
@@ -92,13 +90,13 @@ def _run(
     file: str | Path, overrides: Sequence[str], stages: Sequence[Stage] | None, reporter: Reporter, force: bool,
     processes: Processes,
 ) -> Report | None:  # fmt: skip
-    """As `run`.  processes: that share the work of every stage."""
+    """As `run`.  processes: those that share the work of every stage."""
     settings, chosen = _chosen(file, overrides, stages)
     with located(file, overrides):
         inputs = check(settings, chosen)
     if not processes.is_first:
         reporter = Reporter()
-        logging.getLogger("outrider").setLevel(logging.ERROR)  # the first one warns
+        logging.getLogger("outrider").setLevel(logging.ERROR)  # only the first process warns
     if "prepare" in chosen:
         reporter.writing(written_bytes(settings, inputs), settings.answers)
     if "evaluate" in chosen:
@@ -109,16 +107,16 @@ def _run(
         prepare(settings, target, reporter, inputs, processes)
     if "train" in chosen:
         train(settings, target, reporter, inputs, force, processes, roles)
-    processes.gather(None)  # the checkpoint is written, and calibrated
+    processes.gather(None)  # wait until the checkpoint is written and calibrated
     return evaluate(settings, target, reporter, inputs) if "evaluate" in chosen else None
 
 
 def plan(
     file: str | Path, overrides: Sequence[str] = (), *, stages: Sequence[Stage] | None = None, measure: bool = False
 ) -> list[Line]:  # fmt: skip
-    """What `run` will do, with all of its checks: counts, tokens, steps, memory, disk, time.  Writes nothing.
+    """What `run` will do, with all checks: counts, tokens, steps, memory, disk, time.  Writes nothing.
 
-    measure: also what two measured steps of the training tell; see `training_plan`.
+    measure: also measure two training steps; see `training_plan`.
     Raises as `run` does.
     """
     settings, chosen = _chosen(file, overrides, stages)
@@ -147,16 +145,16 @@ def _chosen(
 def target_of(
     settings: RunConfig, reporter: Reporter, chosen: Sequence[Stage] | None = None, reads: bool = True
 ) -> Any:  # fmt: skip
-    """The run's target, loaded, with the threads and types that are fastest on this machine.
+    """Load the run's target, with the threads and number types that are fastest on this machine.
 
-    chosen: the stages that it is for; a `ServedTarget` where they need no weights, or another process reads it.
+    chosen: the stages that use it; a `ServedTarget` if they need no weights or another process reads it.
     """
     section = settings.target
     machine.set_up_process()
     if section.tensor_parallel == 1 and section.device_map is None:
         section = section.model_copy(update={"device": distributed.device_of(section.device)})
     reporter.loading(section)
-    why = "its weights are wanted here" if chosen is None else why_weights(settings, chosen) if reads else None
+    why = "its weights are needed here" if chosen is None else why_weights(settings, chosen) if reads else None
     decodes = chosen is None or any(stage != "train" for stage in chosen)
     how = section.load_options() if decodes else section.model_dump(exclude={"name"})
     if why is None:
@@ -171,12 +169,12 @@ def prepare(
     settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: Inputs,
     processes: Processes = ALONE,
 ) -> events.Prepared | None:  # fmt: skip
-    """Let the target answer the prompts that have no answer yet; returns what was reached, in the first process."""
+    """Let the target answer the prompts without an answer; returns the result in the first process."""
     config, skipped, conversations = settings.prepare, inputs.skipped, inputs.conversations
     if machines() > 1 and config.regenerate and not config.servers:
         raise ConfigError(
-            f"the answers' ledger is one machine's, and a launcher started processes on {machines()}; prepare on one "
-            "of them, or name servers in prepare.servers"
+            f"prepare runs on one machine, and a launcher started processes on {machines()}; prepare on one of them, "
+            "or name servers in prepare.servers"
         )
     most = conversations.most_tokens
     plan = events.Preparing(
@@ -208,12 +206,12 @@ def prepare(
         chosen = inputs.chosen(answers_for(settings.answers, target, target.tokenizer), settings)
         dtyped = processes.same(trainer.with_dtype(settings.train, settings.folder, target.device))
         store_features(settings, dtyped, target, _model(settings, target), chosen, reporter)
-        processes.gather(None)  # all shards are there
+        processes.gather(None)  # wait for all shards
     return prepared
 
 
 def _prepared(path: Path, skipped: Skipped) -> events.Prepared:
-    """What `prepare` has reached, by its file and its ledger."""
+    """The state of `prepare` from its file and its ledger."""
     answers = tokens = 0
     for answer in iterate_answers(path):
         answers += 1
@@ -231,16 +229,16 @@ def train(
     settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: Inputs, force: bool = False,
     processes: Processes = ALONE, roles: Roles | None = None,
 ) -> Path:  # fmt: skip
-    """Train on the answers to the run's prompts, and calibrate where the file asks for it; returns the checkpoint.
+    """Train on the answers to the run's prompts, and calibrate if the file says so; returns the checkpoint.
 
-    processes: that train together; the first one writes, and reports.  roles: where some of them read for the others.
+    processes: those that train together; the first one writes and reports.  roles: if some read for the others.
     """
     assert settings.train is not None
     config = processes.same(trainer.with_dtype(settings.train, settings.folder, target.device))
     torch.manual_seed(config.seed)
     reference = load_model(config.reference, target) if config.reference is not None else None
     kind, model = settings.drafter["kind"], _model(settings, target)
-    resume.changes(settings.folder / "checkpoint", model, config.model_dump(mode="json"), force)  # before hours of work
+    resume.changes(settings.folder / "checkpoint", model, config.model_dump(mode="json"), force)  # fails early
     if (origin := settings.drafter.get("from")) is not None:
         take_weights(model, origin, target)
     answers = inputs.chosen(answers_for(settings.answers, target, target.tokenizer), settings)
@@ -288,15 +286,15 @@ def train(
     logged = next((tuple(row["acceptance"]) for row in reversed(metrics) if row.get("acceptance")), ())
     reporter.finished(events.Trained(place, training_of(manifest_of(place), metrics), logged, probed))
     if config.calibrate and settings.evaluate is not None and "calibration" not in manifest_of(place):
-        assert not isinstance(target, ServedTarget)  # or `why_weights` is wrong
-        # other prompts than the measured ones, where the task has enough of them
+        assert not isinstance(target, ServedTarget)  # by `why_weights`
+        # other prompts than the measured ones, if the task has enough
         task, seed = settings.evaluate.tasks[0], settings.evaluate.seed + 1
         calibrate(place, target, task, prompts(task, config.calibrate, seed), seed=seed, reporter=reporter)
     return place
 
 
 def _settle(place: Path, model: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
-    """Give a checkpoint what follows from its own measurement on held-out answers, which its manifest then names."""
+    """Apply settings that follow from the measurement on held-out answers to a checkpoint; its manifest records it."""
     manifest = manifest_of(place)
     measured = (row["held_out"] for row in metrics if row["step"] == manifest["training"]["step"] and "held_out" in row)
     facts = next(measured, None)
@@ -308,21 +306,21 @@ def _fill_features(
     settings: RunConfig, config: TrainConfig, target: RunTarget, model: DraftModel, answers: Sequence[Answer],
     reporter: Reporter, processes: Processes, roles: Roles | None,
 ) -> None:  # fmt: skip
-    """`store_features`.  Raises ConfigError for what several processes can't train."""
+    """`store_features`, with ConfigErrors for what several processes can't train."""
     trainer.check_shared(model, config, processes.count if roles is None else roles.count)
     if processes.count > 1:
         kind = settings.drafter["kind"]
         if trains_target(kind):
             raise ConfigError(
-                f"drafter {kind!r} trains the target itself, which one process must do; start `outrider train` without "
-                "a launcher"
+                f"drafter {kind!r} trains the target itself, which needs a single process; start `outrider train` "
+                "without a launcher"
             )
     store_features(settings, config, target, model, answers, reporter)
-    processes.gather(None)  # all shards are there, whoever wrote them
+    processes.gather(None)  # wait for all shards
 
 
 def _model(settings: RunConfig, target: RunTarget) -> Any:
-    """The run's draft model, new."""
+    """A new draft model for the run."""
     return trained(settings.drafter["kind"])(settings.drafter_config, target).to(target.device)
 
 
@@ -330,8 +328,8 @@ def store_features(
     settings: RunConfig, config: TrainConfig, target: RunTarget, model: DraftModel,
     answers: Sequence[Answer], reporter: Reporter,
 ) -> None:  # fmt: skip
-    """Write what the run's feature cache lacks of these answers; nothing where features are live.  config: with its
-    dtype chosen."""
+    """Write the features of these answers that the run's cache lacks; nothing if features are live.  config: with a
+    resolved dtype."""
     store = run_features.store(settings, config, target, model, answers)
     if store is None or store.done == store.total:
         return
@@ -345,15 +343,15 @@ def store_features(
 
 
 def _steps_done(checkpoint: Path) -> int:
-    """Steps of the training that is there to go on from."""
+    """Steps of an existing checkpoint; 0 without one."""
     return int(manifest_of(checkpoint)["training"]["step"]) if (whole(checkpoint) / MANIFEST).exists() else 0
 
 
 def _probe(
     settings: RunConfig, target: RunTarget, inputs: Inputs, held_out: Callable[[], FeatureSource]
 ) -> Callable[[DraftModel], dict[str, Any]]:
-    """What is measured at the end of a training: acceptance on held-out answers, and on a few prompts of the
-    evaluation."""
+    """A function that measures acceptance at the end of training, on held-out answers and on a few evaluation
+    prompts."""
     chosen, prepare = settings.evaluate, settings.prepare
     drawn_at = (
         None if not prepare.regenerate else prepare.temperature if (prepare.top_p, prepare.top_k) == (1, 0) else 0.0
@@ -361,12 +359,12 @@ def _probe(
 
     def probe(model: DraftModel) -> dict[str, Any]:
         facts: dict[str, Any] = {}
-        with suppress(DataError):  # none is held out, or all are too short
+        with suppress(DataError):  # no held-out answers, or all are too short
             facts["held_out"] = held_out_facts(model, held_out(), drawn_at, settings.train)
         if chosen is None or trains_target(settings.drafter["kind"]):
             return facts
         if isinstance(target, ServedTarget):
-            log.warning("no prompt is measured at the end: %s is not loaded here", target.spec.name)
+            log.warning("no prompt is measured at the end of training: %s is not loaded here", target.spec.name)
             return facts
         texts = [as_tokens(target, prompt) for prompt in inputs.drawn[chosen.tasks[0]].prompts[:4]]
         most = min(48, chosen.max_new_tokens)
@@ -381,7 +379,7 @@ def calibrate(
     drafter: str | Path, target: TransformersTarget, task: str, drawn: Iterable[Prompt], *, out: Path | None = None,
     max_new_tokens: int = 96, temperature: float = 1.0, shifting: bool = True, seed: int = 1, reporter: Reporter,
 ) -> calibration.Calibration:  # fmt: skip
-    """Scale a drafter's confidences on prompts drawn of a task; see `outrider.training.fitting.calibrate`."""
+    """Calibrate a drafter's confidences on prompts of a task; see `outrider.training.fitting.calibrate`."""
     checkpoint = out or Path(drafter)
     texts = [as_tokens(target, prompt) for prompt in drawn]
     most = len(texts) * max_new_tokens
@@ -398,7 +396,7 @@ def calibrate(
 def evaluate(settings: RunConfig, target: TransformersTarget, reporter: Reporter, inputs: Inputs) -> Report | None:
     """Measure the run's drafter and its baselines; see `runs.evaluation`."""
     run_evaluation = evaluation.of_run(settings)
-    if run_evaluation.target != settings.target:  # the training's own
+    if run_evaluation.target != settings.target:  # the target was trained
         reporter.loading(run_evaluation.target)
         target = load_target(run_evaluation.target.name, **run_evaluation.target.load_options())
         reporter.loaded(target)

@@ -17,21 +17,21 @@ FREE = (
     "decay",
     "anchors", "noise", "ratio", "floor", "alpha", "curriculum",
 )  # fmt: skip
-"""Settings of how a drafter serves and trains: its weights mean the same with other values."""
+"""Settings for serving and training that do not change the meaning of the weights."""
 
 
 def settings_from(
     section: Mapping[str, Any], target: str, revision: str | None, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """A drafter's section with the kind and the settings of the trained drafter that it starts from.
+    """A drafter's section, completed with the kind and settings of the trained drafter it starts from.
 
-    target: the run's.  Raises ConfigError for a setting that contradicts those, and as `loading.describe` does.
+    target: the run's.  Raises ConfigError for a setting that contradicts these, and as `loading.describe` does.
     """
     changes = {key: value for key, value in section.items() if key != "from"}
     if not isinstance(name := section["from"], str):
         raise ConfigError(f"drafter.from must be the folder of a trained drafter, or its Hugging Face id, got {name!r}")
     source = loading.describe(name)
-    verifier: Any = sketch(target, revision, trust_remote_code)  # a drafter's settings need no more of a target
+    verifier: Any = sketch(target, revision, trust_remote_code)  # enough for a drafter's settings
     if source.format is None:
         trained_settings = {"kind": source.kind, **checkpoint.config_of(source.manifest, source.folder, verifier)}
     else:
@@ -52,9 +52,9 @@ def settings_from(
 
 
 def take_weights(model: DraftModel, name: str, target: RunTarget) -> None:
-    """Give a model the weights of the trained drafter that its run starts from."""
+    """Load the weights of the trained drafter that a run starts from."""
     source = loading.describe(name)
-    if source.format is None:  # as they were trained: loaded to serve they have the target's precision
+    if source.format is None:  # in training precision; `draft_model` would round to the target's
         checkpoint.check_binding(source.manifest, target, source.folder, quantised=True)
         checkpoint.check_taps(source.manifest, model, source.folder)
         checkpoint.load_weights(source.folder, model)

@@ -1,1 +1,1 @@
-"""What a run will take, and what is wrong with it, before its target loads."""
+"""Checks and cost estimates of a run, before its target loads."""

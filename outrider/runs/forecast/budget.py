@@ -1,7 +1,7 @@
-"""How much of a run fits into a number of minutes: answers, steps and measured prompts, by rates measured here.
+"""How much of a run fits into a number of minutes: answers, steps and evaluation prompts, by measured rates.
 
-A quarter of the time is the evaluation's.  The rest is divided so that every answer is trained on `PASSES` times: with
-fewer passes answers are written in vain, with more the drafter learns them by heart.
+A quarter of the time goes to the evaluation.  The rest is divided so that the training makes `PASSES` passes over the
+answers: with fewer passes answers are wasted, with more the drafter overfits.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from outrider.training.step import optimise
 from outrider.training.trainer import with_dtype
 
 PASSES, MOST_PASSES = 6, 12
-"""Over the answers: wanted, and at most, where there are no more prompts."""
+"""Passes over the answers: the goal, and the maximum if there are no more prompts."""
 FEWEST_ANSWERS, FEWEST_STEPS = 48, 40
-"""Below these a drafter learns nothing worth measuring."""
+"""Minimum for a useful drafter."""
 EVALUATION, PROMPTS = 0.25, (3, 24)
-"""Share of the time that the evaluation takes, and the fewest and most prompts of a task."""
+"""Share of the time for the evaluation, and the minimum and maximum number of prompts per task."""
 STARTING_S, COMPILING_S = 20.0, 60.0
-"""Loading and checking in every run; compiling a drafter's block, greedy and drawn, on two cores."""
+"""Time for loading and checks of a run, and for compiling a drafter's block, greedy and sampled, on two cores."""
 PLANNED = 0.9
-"""Share of the time that is planned: a stage was found to take up to a tenth more than its rates say."""
+"""Share of the time that is planned: a stage can take up to a tenth more than its rates predict."""
 
 
 SIZES: dict[str, Any] = {"layers": 2, "block": 4, "siblings": [1, 1], "anchors": 48}
-"""Of block drafters that are trained in minutes."""
+"""Settings of block drafters that are trained within minutes."""
 DRAFTED = 8192
-"""Tokens that such a drafter proposes, of a vocabulary at least twice as large."""
+"""Draft vocabulary of such a drafter, if the target's is at least twice as large."""
 
 
 class Rates(NamedTuple):
-    """Seconds that this machine takes."""
+    """Times on this machine, in seconds."""
 
     answer: float
-    """To answer a prompt, beside others."""
+    """Per answer, in a batch."""
     alone: float
-    """To write a token of a single text."""
+    """Per token of a single text."""
     reference: float
-    """The same by transformers' own `generate`, which an evaluation compares with."""
+    """The same with transformers' own `generate`, which an evaluation compares with."""
     read: float
-    """To read an answered text for its states."""
+    """Per text read for its states."""
     step: float
-    """To train a step."""
+    """Per training step."""
 
 
 class Plan(NamedTuple):
@@ -79,13 +79,13 @@ class Plan(NamedTuple):
 
 
 def sizes(kind: str, vocabulary: int) -> dict[str, Any]:
-    """Settings of a drafter for a target of so many tokens that is to be trained in minutes; those of other kinds than
-    block drafters stay the defaults."""
+    """Settings of a block drafter that trains within minutes, for a target with this vocabulary; empty for other
+    kinds."""
     fields = find(kind).Config.model_fields
     if not fields.keys() >= SIZES.keys():
         return {}
     settings = SIZES | ({"vocabulary": DRAFTED} if "vocabulary" in fields and vocabulary >= 2 * DRAFTED else {})
-    if "nodes" in fields:  # a tree of its own, of as many nodes
+    if "nodes" in fields:  # dflash2 has its own tree; same number of nodes
         settings["nodes"] = settings["block"] + sum(settings.pop("siblings"))
     return (
         settings
@@ -105,10 +105,10 @@ def refuse_too_large(target: Sketch) -> None:
 
 
 def measured(settings: RunConfig, target: TransformersTarget, prompts: Sequence[list[int]]) -> Rates:
-    """The rates of a run's stages.  prompts: some of those that it answers, as tokens; a few seconds of each stage are
-    run, and nothing is kept.
+    """Measure the rates of a run's stages.  prompts: some of the run's prompts, as tokens; each stage runs for a few
+    seconds, and nothing is stored.
 
-    Raises DataError where no answer can train.
+    Raises DataError if no answer can train.
     """
     prepare = settings.prepare
     some = list(prompts[: 2 * prepare.slots])
@@ -116,7 +116,7 @@ def measured(settings: RunConfig, target: TransformersTarget, prompts: Sequence[
         "slots": prepare.slots, "temperature": prepare.temperature, "top_p": prepare.top_p, "top_k": prepare.top_k,
         "seed": 0,
     }  # fmt: skip
-    generate(target, some, max_new_tokens=2, **how)  # what is made once
+    generate(target, some, max_new_tokens=2, **how)  # warm-up
     began = time.perf_counter()
     written = [one.tokens for one in generate(target, some, max_new_tokens=prepare.max_new_tokens, **how)]
     answer = (time.perf_counter() - began) / len(some)
@@ -131,9 +131,9 @@ def measured(settings: RunConfig, target: TransformersTarget, prompts: Sequence[
 
 
 def training_rates(settings: RunConfig, target: TransformersTarget, answers: Sequence[Answer]) -> tuple[float, float]:
-    """Seconds to read a text, and of a step of this training, over one pass of these answers.
+    """Seconds per text read and per training step, over one pass of these answers.
 
-    Raises DataError where none can train.
+    Raises DataError if none can train.
     """
     config = settings.train
     assert config is not None
@@ -149,7 +149,7 @@ def training_rates(settings: RunConfig, target: TransformersTarget, answers: Seq
     model.begin(source.counts)
     dtype = getattr(torch, config.dtype)
     optimizer = Optimizers(model, config.optimizer, target.spec.vocabulary, config.weight_decay, dtype)
-    optimise(model, optimizer, batches[:1], config, 0, False)  # what is made once
+    optimise(model, optimizer, batches[:1], config, 0, False)  # warm-up
     began = time.perf_counter()
     for number, batch in enumerate(batches, 1):
         optimise(model, optimizer, [batch], config, number, False)
@@ -157,9 +157,9 @@ def training_rates(settings: RunConfig, target: TransformersTarget, answers: Seq
 
 
 def planned(settings: RunConfig, rates: Rates, seconds: float, available: int | None) -> Plan:
-    """What fits into so many seconds.  available: prompts that there are; None where more can be had.
+    """What fits into this time.  available: number of prompts; None if unlimited.
 
-    Raises ConfigError where not even the smallest run fits.
+    Raises ConfigError if not even the smallest run fits.
     """
     usable = PLANNED * seconds
     prompts, evaluating = _evaluation(settings, rates, EVALUATION * usable)
@@ -174,8 +174,8 @@ def planned(settings: RunConfig, rates: Rates, seconds: float, available: int | 
         few = FEWEST_ANSWERS * max(1.0, FEWEST_STEPS * batch / (PASSES * FEWEST_ANSWERS))
         least += STARTING_S + few * (rates.answer + rates.read + PASSES * rates.step / batch)
         raise ConfigError(
-            f"{max(seconds, 0) / 60:.1f} minutes are left, which are {max(answers, 0)} answers and {max(steps, 0)} "
-            f"steps; a drafter wants at least {FEWEST_ANSWERS} and {FEWEST_STEPS}; give about "
+            f"{max(seconds, 0) / 60:.1f} minutes are left, enough for {max(answers, 0)} answers and {max(steps, 0)} "
+            f"steps; a drafter needs at least {FEWEST_ANSWERS} and {FEWEST_STEPS}; give about "
             f"{max(1, math.ceil((least / PLANNED - seconds) / 60))} more --minutes, or a smaller target"
         )
     minutes = {
@@ -187,7 +187,7 @@ def planned(settings: RunConfig, rates: Rates, seconds: float, available: int | 
 
 
 def _evaluation(settings: RunConfig, rates: Rates, seconds: float) -> tuple[int, float]:
-    """Prompts of each task that fit, and the seconds that they take."""
+    """Prompts per task that fit, and their time in seconds."""
     config = settings.evaluate
     assert config is not None
     drafters, tokens = 1 + len(config.baselines), config.max_new_tokens
@@ -198,7 +198,7 @@ def _evaluation(settings: RunConfig, rates: Rates, seconds: float) -> tuple[int,
 
 
 def _seconds(work: Callable[[], Any]) -> float:
-    """Of the faster of two runs."""
+    """Time of the faster of two runs."""
     times = []
     for _ in range(2):
         began = time.perf_counter()

@@ -1,5 +1,4 @@
-"""Everything wrong with a run is found before its target loads: inputs are read, and what the stages need is looked
-for."""
+"""Checks of a run before its target loads: inputs are read, and required files are looked up."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -35,33 +34,33 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What the stages of a run read, and what its target's config tells."""
+    """Inputs of a run's stages, and facts from its target's config."""
 
     conversations: Selection = field(default_factory=Selection)
-    """The conversations of `prepare`, read from their sources each time they are iterated."""
+    """The conversations of `prepare`; every iteration reads the sources."""
     skipped: Skipped = field(default_factory=Skipped)
     drawn: Mapping[str, PromptSet] = field(default_factory=dict)
     """The prompts of `evaluate`, by task."""
     target: Sketch | None = None
-    """None where its config can't be reached."""
+    """None if the target's config can't be read."""
     paper: OnPaper = field(default_factory=lambda: OnPaper({}))
 
     def chosen(self, answers: StoredAnswers, settings: RunConfig) -> StoredAnswers:
-        """The answers to this run's prompts; all of them where the prompts can't be read any more."""
+        """The answers to this run's prompts; all answers if the prompts can't be read any more."""
         if not len(self.conversations):
             source = settings.prepare.label
-            log.warning("%s can't be read: all %d answers in %s train", source, len(answers), settings.answers)
+            log.warning("%s can't be read: training on all %d answers in %s", source, len(answers), settings.answers)
             return answers
         return answers.to_prompts(self.conversations.prompt_hashes)
 
     @property
     def openings(self) -> Openings:
-        """How the conversations begin, to split them."""
+        """Beginnings of the conversations, for the split."""
         return Openings(self.conversations.prompt_hashes, self.conversations.openings)
 
 
 def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
-    """Read what these stages read, but for weights.  Raises an OutriderError for the first thing that is wrong."""
+    """Read all inputs of these stages except weights.  Raises an OutriderError for the first problem."""
     if settings.target.name not in catalog.NAMES:
         _refuse_missing("target.name", settings.target.name, "`demo`, `smollm2`, a folder, or a Hugging Face id")
     refuse_missing_weights(settings, stages)
@@ -89,10 +88,10 @@ def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
         if "train" in stages and paper.problem is not None:
             raise paper.problem
         room, length = target.spec.context, settings.prepare.length
-        usual = type(settings.prepare).model_fields["length"].default  # of targets that read less, all they read
+        usual = type(settings.prepare).model_fields["length"].default  # capped at the context of the target
         if length != usual and 0 < room < length:
             raise ConfigError(
-                f"prepare.length {length} is more than the {room} tokens that {target.spec.name} was trained to read; "
+                f"prepare.length {length} is more than the context of {target.spec.name}, {room} tokens; "
                 f"set at most {room}"
             )
         if "evaluate" in stages and settings.evaluate and 0 < room < settings.evaluate.max_new_tokens + 2:
@@ -102,7 +101,7 @@ def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
 
 
 def _conversations(settings: RunConfig, stages: Collection[str]) -> tuple[Selection, Skipped]:
-    """The run's conversations; none where only training needs them and they can't be read any more."""
+    """The run's conversations; empty if only training needs them and they can't be read any more."""
     skipped = Skipped()
     if "prepare" in stages:
         _check_servers(settings)
@@ -111,13 +110,13 @@ def _conversations(settings: RunConfig, stages: Collection[str]) -> tuple[Select
     if "train" not in stages:
         return Selection(), skipped
     if not (settings.answers / ANSWERS).exists():
-        StoredAnswers.read(settings.answers / ANSWERS)  # says what is missing
+        StoredAnswers.read(settings.answers / ANSWERS)  # raises with the reason
     try:
         return select(settings.prepare, skipped, _evaluated(settings)), skipped
     except NothingLeft:
         raise
     except DataError:
-        if settings.prepare.held_out is not None:  # or what is held out would train
+        if settings.prepare.held_out is not None:  # else held-out prompts would train
             raise
         return Selection(), skipped
 
@@ -132,7 +131,7 @@ def _refuse_missing_sources(settings: RunConfig) -> None:
 
 
 def _evaluated(settings: RunConfig) -> EvaluationPrompts | None:
-    """All prompts of the tasks that the run is measured on; None where conversations are not to be compared."""
+    """All prompts of the run's evaluation tasks; None without decontamination."""
     config = settings.evaluate
     if config is None or not settings.prepare.decontaminate:
         return None
@@ -140,13 +139,13 @@ def _evaluated(settings: RunConfig) -> EvaluationPrompts | None:
     for task in config.tasks:
         try:
             prompts[names.task_name(task)] = names.load(task, config.data, config.revisions.get(task)).prompts
-        except DataError as error:  # a stage that measures refuses this
+        except DataError as error:  # the evaluation raises this
             log.warning("conversations are not compared with the prompts of %s: %s", task, error)
     return EvaluationPrompts(prompts)
 
 
 def _check_servers(settings: RunConfig) -> None:
-    """Raises ConfigError for what is no address; warns of servers that are not asked."""
+    """Raises ConfigError for an invalid address; warns about unused servers."""
     config = settings.prepare
     for url in config.servers:
         base_of(url)
@@ -179,8 +178,7 @@ def _check_evaluation(settings: RunConfig, config: EvaluateConfig, stages: Colle
 
 
 def _check_parts(drafter: Mapping[str, Any], where: str, made: str | None = None) -> None:
-    """Raises ConfigError or DataError for a model or a corpus that is missing.  made: the checkpoint that will be
-    there."""
+    """Raises ConfigError or DataError for a missing model or corpus.  made: a checkpoint that the run will create."""
     model = drafter.get("model")
     if isinstance(model, str) and model not in catalog.NAMES and not drafter.get("new"):
         _refuse_missing(f"{where}.model", model, "a folder, or a Hugging Face id")
@@ -202,5 +200,5 @@ def _sketch(settings: RunConfig) -> Sketch | None:
     chosen = settings.target
     try:
         return sketch(chosen.name, chosen.revision, chosen.trust_remote_code)
-    except TargetError:  # `load_target` says why
+    except TargetError:  # `load_target` reports it
         return None

@@ -1,4 +1,4 @@
-"""What the features of a run cost before it starts: tokens, bytes, hours, for each way to have them.
+"""Cost estimates of a run's features: tokens, bytes and hours for each way to get them.
 
 live: the target reads the texts in every pass of the training, and nothing is stored.  cached: it reads them once, and
 its states are stored.  engine: an engine that has the target reads them once, elsewhere, and its states are stored.
@@ -25,18 +25,18 @@ KINDS: tuple[encodings.Kind, ...] = ("bf16", "int8", "int4")
 ID_BYTES = 6
 """A token's id, and its share of the spans that train."""
 PASSES_LIVE = 1.5
-"""Up to so many passes over the texts nothing is won by storing states."""
+"""Up to this many passes over the texts, storing states gains nothing."""
 CHARACTERS = 4
-"""Of a token, where the target's tokenizer is out of reach."""
+"""Characters per token, if the target's tokenizer can't be loaded."""
 
 
 class Tokens(NamedTuple):
     """Tokens of a run."""
 
     source: int
-    """In the texts of the sources, estimated."""
+    """Tokens in the sources, estimated."""
     answers: int
-    """That the target writes, at most."""
+    """Maximum number of tokens that the target generates."""
 
     @property
     def all(self) -> int:
@@ -44,16 +44,16 @@ class Tokens(NamedTuple):
 
 
 class Way(NamedTuple):
-    """One way to have features."""
+    """One way to get features."""
 
     name: str
     disk_bytes: int
     hours: float | None
-    """Of this CPU; None on an accelerator, whose speed is not measured."""
+    """Hours on this CPU; None on an accelerator, whose speed is not measured."""
 
 
 def tokens_of(settings: RunConfig, inputs: Inputs) -> Tokens:
-    """How many tokens there are, from a few conversations and the target's tokenizer."""
+    """Number of tokens, estimated from a few conversations and the target's tokenizer."""
     config = settings.prepare
     texts = [text for part in inputs.conversations.parts for text in part.sample]
     try:
@@ -66,14 +66,14 @@ def tokens_of(settings: RunConfig, inputs: Inputs) -> Tokens:
 
 
 def bytes_per_token(settings: RunConfig, inputs: Inputs, kind: encodings.Kind) -> float:
-    """What a stored token takes: its tapped states and its final one, or what is stored in their place."""
+    """Bytes of a stored token: its tapped states and its final one, or what is stored instead."""
     assert inputs.target is not None
     config, hidden = settings.prepare, inputs.target.spec.hidden
     return encodings.bytes_per_token(kind, hidden, num_taps(settings, inputs), config.top_logprobs)
 
 
 def num_taps(settings: RunConfig, inputs: Inputs) -> int:
-    """Layers that the drafter sees."""
+    """Number of layers that the drafter reads."""
     taps = settings.drafter.get("taps") or inputs.paper.values.get("drafter.taps")
     return len(taps) if taps else 0
 
@@ -94,20 +94,20 @@ def ways(settings: RunConfig, inputs: Inputs, tokens: Tokens, passes: float) -> 
 
 
 def writing_hours(settings: RunConfig, inputs: Inputs, tokens: Tokens) -> float | None:
-    """Hours of this CPU to write the answers, at most; None on an accelerator."""
+    """Maximum hours to generate the answers on this CPU; None on an accelerator."""
     if inputs.target is None or default_device(settings.target.device).type != "cpu":
         return None
     return 2 * inputs.target.parameters * tokens.answers / machine.gflops(settings.prepare.slots) / 3.6e12
 
 
 def choice(options: list[Way], settings: RunConfig, inputs: Inputs, passes: float) -> tuple[str, str]:
-    """The way that is best here, and why."""
+    """The best way on this machine, and why."""
     assert inputs.target is not None
     weights = inputs.target.parameters * getattr(torch, inputs.target.spec.dtype).itemsize
     if default_device(settings.target.device).type == "cpu" and weights > machine.free_memory():
         return "engine", "the target does not fit into this machine's memory"
     if passes <= PASSES_LIVE:
-        return "live", f"{passes:.1f} passes over the texts are no more than to store them takes"
+        return "live", f"{passes:.1f} passes over the texts cost no more than storing them"
     stored = next(way.disk_bytes for way in options if way.name == "cached")
     if stored > free_disk(settings.answers):
         return "live", "the features do not fit on this disk"
@@ -115,5 +115,5 @@ def choice(options: list[Way], settings: RunConfig, inputs: Inputs, passes: floa
 
 
 def free_disk(folder: Path) -> int:
-    """Bytes that are free where a folder is, or will be."""
+    """Free bytes on the disk of a folder, which need not exist yet."""
     return shutil.disk_usage(next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())).free

@@ -1,4 +1,4 @@
-"""What a run will do, as far as its files and its target's config tell: counts, tokens, steps, memory, disk, time."""
+"""Preview of a run from its files and its target's config: counts, tokens, steps, memory, disk, time."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -44,7 +44,7 @@ def preview(settings: RunConfig, stages: Collection[str], inputs: Inputs) -> lis
 def _target(settings: RunConfig, stages: Collection[str], inputs: Inputs) -> Iterator[Line]:
     yield Line("target", "name", settings.target.name)
     if inputs.target is None:
-        yield Line("target", "sizes", "unknown: its config can't be reached")
+        yield Line("target", "sizes", "unknown: its config can't be read")
         return
     requested, spec = settings.target.dtype, inputs.target.spec
     is_cpu = default_device(settings.target.device).type == "cpu"
@@ -59,7 +59,7 @@ def _target(settings: RunConfig, stages: Collection[str], inputs: Inputs) -> Ite
 
 
 def answers_bytes(settings: RunConfig, inputs: Inputs) -> int:
-    """Bytes that the answers take on disk, about."""
+    """Approximate size of the answers on disk, in bytes."""
     source_tokens = min(
         inputs.conversations.characters // cost.CHARACTERS, len(inputs.conversations) * settings.prepare.length
     )
@@ -67,7 +67,7 @@ def answers_bytes(settings: RunConfig, inputs: Inputs) -> int:
 
 
 def written_bytes(settings: RunConfig, inputs: Inputs) -> int:
-    """Bytes that `prepare` writes, about: answers, and features where they are stored."""
+    """Approximate number of bytes that `prepare` writes: answers, and features if they are stored."""
     if settings.prepare.features == "live" or inputs.target is None:
         return answers_bytes(settings, inputs)
     each = cost.bytes_per_token(settings, inputs, settings.prepare.feature_encoding)
@@ -101,7 +101,7 @@ def _prepare(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
 
 
 def _refused(settings: RunConfig, inputs: Inputs) -> int | None:
-    """Conversations that the target's chat template refuses; None where its tokenizer can't be reached.
+    """Number of conversations that the target's chat template refuses; None if its tokenizer can't be loaded.
 
     Raises DataError with file and line for the first, unless such rows are skipped.
     """
@@ -121,7 +121,7 @@ def _refused(settings: RunConfig, inputs: Inputs) -> int | None:
 
 
 def _features(settings: RunConfig, inputs: Inputs, passes: float) -> Iterator[Line]:
-    """What the features cost in each way, and which is chosen."""
+    """Cost of each way to get features, and the best one."""
     if inputs.target is None or not len(inputs.conversations):
         return
     tokens, taps = cost.tokens_of(settings, inputs), cost.num_taps(settings, inputs)
@@ -176,7 +176,7 @@ def _evaluate(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
 
 
 def evaluation_tokens(config: EvaluateConfig, drafters: int) -> int:
-    """Tokens that an evaluation of so many drafters writes at most, the target's own texts included."""
+    """Maximum number of tokens that an evaluation generates, including the target's own texts."""
     of_baselines = config.temperatures if config.baseline_temperatures is None else config.baseline_temperatures
     entries = len(config.temperatures) + (drafters - 1) * len(of_baselines)
     timed = config.prompts * (1 + len(config.temperatures) + entries)

@@ -1,4 +1,4 @@
-"""Samples of what a run trains on: tokens as the target reads them, and which of them train.  Loads no weights."""
+"""Samples of training texts: tokens as the target reads them, and which of them train.  Loads no weights."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Sample(NamedTuple):
     trained: int
     """Tokens that train."""
     unstable: int
-    """Answers that do not train, since where they begin or end is not sure."""
+    """Answers that do not train, because their bounds are ambiguous."""
     is_answered: bool
     """False for a prompt that the target has not answered yet."""
 
 
 def samples(file: str | Path, overrides: Sequence[str], count: int) -> Iterator[Sample]:
-    """Up to `count` texts of a run: the target's answers where it has given some, else the sources' conversations.
+    """Up to `count` texts of a run: the target's answers if there are any, else conversations of the sources.
 
-    Raises as `plan` does, and TargetError where the target's tokenizer can't be reached.
+    Raises as `plan` does, and TargetError if the target's tokenizer can't be loaded.
     """
     settings, _ = load(file, overrides)
     with located(file, overrides):

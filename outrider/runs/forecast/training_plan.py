@@ -1,7 +1,7 @@
-"""Memory and time of a training's steps, from two measured ones, and the budget of tokens that fits.
+"""Memory and time of training steps, from two measured ones, and the largest batch that fits, in tokens.
 
-Rows of a batch are independent, and logits exist a chunk at a time: above a fixed part, memory and time of a step grow
-with its rows.  Two steps of random texts and states tell both parts; nothing is trained and no target is read.
+Rows of a batch are independent, and logits are computed in chunks, so memory and time of a step are a constant plus a
+linear part in its rows.  Two steps on random texts and states give both; nothing is trained and no target is read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LEFT_FREE = 0.1
 """Share of the free memory that a plan does not use."""
 clock = time.perf_counter
 REPEATS = 3
-"""Steps whose fastest counts."""
+"""Repeated steps, of which the fastest counts."""
 
 
 class Measured(NamedTuple):
@@ -48,12 +48,12 @@ class Measured(NamedTuple):
 
     rows: int
     peak_bytes: int
-    """Above what was in memory before the step: weights, gradients and moments."""
+    """In addition to weights, gradients and moments."""
     seconds: float
 
 
 class Costs(NamedTuple):
-    """What a step of a training takes, by its rows."""
+    """Memory and time of a training step as functions of its rows."""
 
     width: int
     """Tokens of a row."""
@@ -61,11 +61,11 @@ class Costs(NamedTuple):
     second: Measured
 
     def peak_bytes(self, rows: int) -> int:
-        """Memory above weights, gradients and moments with so many rows at once."""
+        """Memory for this many rows at once, in addition to weights, gradients and moments."""
         return round(self._at(rows, self.first.peak_bytes, self.second.peak_bytes))
 
     def seconds(self, rows: int) -> float:
-        """Time of a step of so many rows in all, its optimiser included."""
+        """Time of a step with this many rows in all, including the optimiser."""
         return self._at(rows, self.first.seconds, self.second.seconds)
 
     def _at(self, rows: int, first: float, second: float) -> float:
@@ -74,28 +74,27 @@ class Costs(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The budget of tokens that fits, and what it costs."""
+    """The largest batch that fits, in tokens, and its cost."""
 
     tokens: int
     batches: int
-    """Of one step."""
+    """Batches per step."""
     peak_bytes: int
     seconds: float
-    """Of a step."""
+    """Time per step."""
 
 
 def costs(model: DraftModel, config: Config, answers: Sequence[Answer], width: int) -> Costs:
     """Measure two steps of a copy of this model.
 
-    answers: some to train on, from which rows of `width` tokens are made.  Raises ConfigError where this system does
-    not tell the peak of memory.
+    answers: used to make rows of `width` tokens.  Raises ConfigError if this system does not report peak memory.
     """
     model = copy.deepcopy(model, {id(model.target): model.target}).float().train()  # the target is shared
     recompute(model, config.recompute)
     dtype = getattr(torch, config.dtype)
     optimizer = Optimizers(model, config.optimizer, model.target.spec.vocabulary, config.weight_decay, dtype)
     first = [random_batch(model, answers, width, rows) for rows in ROWS]
-    optimise(model, optimizer, first[:1], config, 0, False)  # moments and gradients are there from the first step on
+    optimise(model, optimizer, first[:1], config, 0, False)  # allocates moments and gradients
     one, two = (step_of(model, optimizer, config, batch) for batch in first)
     return Costs(width, one, two)
 
@@ -103,8 +102,7 @@ def costs(model: DraftModel, config: Config, answers: Sequence[Answer], width: i
 def fitting(
     model: DraftModel, config: Config, answers: Sequence[Answer], width: int, free_bytes: int
 ) -> tuple[Costs, Config]:  # fmt: skip
-    """As `costs`, and the settings measured: with `recompute` where what is asked to be in memory at once,
-    `config.tokens` or a batch, does not fit without."""
+    """As `costs`, and the measured settings: with `recompute` if `config.tokens` or a batch does not fit otherwise."""
     measured, rows = costs(model, config, answers, width), math.ceil((config.tokens or config.batch * width) / width)
     fits = measured.peak_bytes(max(1, rows)) <= (1 - LEFT_FREE) * free_bytes
     if fits or config.recompute or not recompute(model, False):
@@ -117,7 +115,7 @@ def step_of(model: DraftModel, optimizer: Optimizers, config: Config, batch: Bat
     """Peak and time of one step over this batch."""
     device, best = model.target.device, math.inf
     if not peak_memory.reset(device):
-        raise ConfigError("this system does not tell the peak of memory; choose train.batch by trying")
+        raise ConfigError("this system does not report peak memory; choose train.batch by trial")
     before = peak_memory.peak_bytes(device) or 0
     for _ in range(REPEATS):
         began = clock()
@@ -151,16 +149,16 @@ def random_batch(model: DraftModel, answers: Sequence[Answer], width: int, rows:
 
 
 def spread(answers: Sequence[Answer], count: int) -> list[Answer]:
-    """So many of these answers, evenly from those with little to learn to those with much: all rows of a batch are as
-    long as that with most drafts, so the first ones at hand could mislead."""
+    """A sample of answers, evenly spaced by the number of tokens that train: a batch is padded to its longest row, so
+    the first ones could be misleading."""
     ordered = sorted(answers, key=lambda answer: sum(end - start for start, end in answer.learn))
     return [ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count)]
 
 
 def planned(costs: Costs, step_tokens: int, free_bytes: int | None = None) -> Plan:
-    """The largest budget whose batches fit into what is free, up to a whole step of `step_tokens` tokens.
+    """The largest batch that fits into free memory, up to a whole step of `step_tokens` tokens.
 
-    Raises ConfigError where not even one row fits.
+    Raises ConfigError if not even one row fits.
     """
     free = machine.free_memory() if free_bytes is None else free_bytes
     all_rows = max(1, math.ceil(step_tokens / costs.width))
@@ -179,7 +177,7 @@ def planned(costs: Costs, step_tokens: int, free_bytes: int | None = None) -> Pl
 
 
 class StandIn(Sketch):
-    """A target's sketch with random rows for its embedding and its head: steps take what they take with its own."""
+    """A target's sketch with a random embedding and head, which take the same memory and time as the real ones."""
 
     def __init__(self, sketch: Sketch, device: torch.device):
         super().__init__(sketch.config, sketch.spec, sketch.mask_token)
@@ -198,7 +196,7 @@ class StandIn(Sketch):
 
 
 def lines(settings: RunConfig, inputs: Inputs) -> list[Line]:
-    """What two measured steps of this run tell, and the budget of tokens that fits.
+    """Results of two measured steps of this run, and the largest batch that fits.
 
     Raises ConfigError for a method that can't be built without its target's weights.
     """
@@ -229,7 +227,7 @@ def lines(settings: RunConfig, inputs: Inputs) -> list[Line]:
 
 
 def _answers(settings: RunConfig, inputs: Inputs) -> list[Answer]:
-    """A few hundred answers of this run; before there are any, texts of full length, all of which train."""
+    """A few hundred answers of this run; before there are any, one text of full length that trains completely."""
     length = (
         settings.prepare.length if inputs.target is None else min(settings.prepare.length, inputs.target.spec.context)
     )

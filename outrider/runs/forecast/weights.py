@@ -1,4 +1,4 @@
-"""Whether a run's stages need the target's weights on this machine, or config and tokenizer will do."""
+"""Whether a run's stages need the target's weights on this machine, or only its config and tokenizer."""
 
 from collections.abc import Collection
 
@@ -10,7 +10,7 @@ from outrider.targets.sorts import special
 
 
 def why_weights(settings: RunConfig, stages: Collection[str]) -> str | None:
-    """What these stages need the target's weights for; None where servers do all that takes them."""
+    """Why these stages need the target's weights; None if servers do all work that needs them."""
     config, training, kind = settings.prepare, settings.train, settings.drafter["kind"]
     if special(settings.target.name) is not None:
         return "an ensemble is bound to its members' weights"
@@ -34,7 +34,7 @@ def why_weights(settings: RunConfig, stages: Collection[str]) -> str | None:
 
 
 def refuse_missing_weights(settings: RunConfig, stages: Collection[str]) -> None:
-    """Raises TargetError for a folder without weights where these stages need them."""
+    """Raises TargetError for a folder without weights if these stages need them."""
     why, name = why_weights(settings, stages), settings.target.name
     if why is not None and not stores_weights(name):
         raise TargetError(f"{name} holds no weights, but {why}; copy them there, or let servers do it")

@@ -1,8 +1,8 @@
-"""The roll-out of a run's drafter as a list: baseline, candidates, tune, parity, canary, watch.
+"""Roll-out checklist of a run's drafter: baseline, candidates, tune, parity, canary, watch.
 
-Each item has the commands that do it, and is done where the file that they write is in the run's folder and is about
-the checkpoint that is there now.  Tunings, parity and exports name the weights by their checksum, a report is named by
-the checkpoint that was evaluated for it, a watch names the release that it watched; a replay has only its time.
+Each item has commands, and is done if their output file is in the run's folder and belongs to the current checkpoint.
+Tunings, parity and exports have the checksum of the weights, a checkpoint names the report of its evaluation, and a
+watch names its release; a replay has only its time.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Item(NamedTuple):
 
     name: str
     commands: tuple[str, ...]
-    """That do it, in their order, as a shell takes them."""
+    """Shell commands, in order."""
     state: State
     reason: str
-    """What was found, or why it is not done."""
+    """The result, or why it is not done."""
 
 
 def items(run: Run) -> list[Item]:
-    """The list, in the order in which it is worked through."""
+    """All items, in order."""
     steps = []
     for name, (commands, check) in ITEMS.items():
         state: State = "done"
@@ -85,7 +85,7 @@ def _baseline(run: Run) -> str:
 
 
 def _tasks(run: Run) -> set[str]:
-    """Of the candidates' report; empty where there is none yet."""
+    """Tasks of the candidates' report; empty without one."""
     try:
         return {row.task for row in report_of(run.folder).rows}
     except Unfinished:
@@ -146,12 +146,12 @@ def _tune_commands(run: Run) -> list[str]:
 
 
 def _without(folder: Path) -> list[str]:
-    """The command that deletes what is about other weights, which no command of ours writes over."""
+    """A command that deletes results of other weights, which no command overwrites."""
     return [shlex.join(["rm", "-r", str(folder)])] if folder.exists() else []
 
 
 def _is_stale(run: Run, out: Path) -> bool:
-    """Whether a tuning is whole and of other weights; one that was stopped goes on."""
+    """Whether a tuning is complete and of other weights; an unfinished one is resumed."""
     try:
         return written(out / "tune.json").get("weights") != run.weights
     except Unfinished as left:
@@ -159,7 +159,7 @@ def _is_stale(run: Run, out: Path) -> bool:
 
 
 def _served(run: Run) -> str:
-    """What an engine is given: the export of what was trained, else the kind."""
+    """The draft for an engine: the export of the trained drafter, else the kind."""
     return run.draft if run.draft == run.kind else str(run.folder / "export")
 
 
@@ -187,7 +187,7 @@ def _tune(run: Run) -> str:
 
 
 def _planned(run: Run) -> str:
-    """No engine tunes this kind: the server drafts by times of this machine, which a plan takes."""
+    """For kinds that no engine runs: Outrider's server drafts by step times, which a plan measures."""
     path = run.folder / "plan.json"
     plan = written(path)
     check_time(run, path.stat().st_mtime, path)
@@ -221,7 +221,7 @@ def _parity(run: Run) -> str:
 
 
 def _verified(run: Run) -> str:
-    """That the engine accepts what is accepted here, where there is an export for one."""
+    """Whether the engine accepts the same tokens, if there is an export for one."""
     export = run.folder / "export"
     if run.engine not in RUN or not export.is_dir():
         return ""
@@ -305,4 +305,4 @@ ITEMS: Mapping[str, tuple[Callable[[Run], list[str]], Callable[[Run], str]]] = {
     "canary": (_canary_commands, _canary),
     "watch": (_watch_commands, _watch),
 }
-"""Name → its commands and its check, which raises where the item is not done."""
+"""Name → commands and check, which raises Unfinished if the item is not done."""

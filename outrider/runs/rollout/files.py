@@ -1,5 +1,4 @@
-"""What a run's folder says of the roll-out of its drafter: the checkpoint that is there now, and files that commands
-wrote."""
+"""State of a roll-out in a run's folder: the current checkpoint, and files written by commands."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from outrider.training.progress.checkpoints import chosen
 
 State = Literal["done", "to do", "out of date", "failed"]
 LOG = "traffic.jsonl"
-"""Recorded requests, where no log was named."""
+"""Default name of the recorded requests."""
 
 
 class Unfinished(Exception):
@@ -39,33 +38,33 @@ class Run:
     folder: Path
     kind: str
     draft: str
-    """The checkpoint's folder; the kind, where nothing is trained."""
+    """The checkpoint's folder; the kind if nothing is trained."""
     target: str
     tasks: tuple[str, ...]
     trains: bool
     weights: str | None
-    """Checksum of the drafter's weights; None where there are none yet, or it does not say."""
+    """Checksum of the drafter's weights; None if unknown or not trained yet."""
     saved_s: float
-    """When they were written; 0 where the run does not train, or has no checkpoint yet."""
+    """Time of the weights; 0 if the run does not train or has no checkpoint yet."""
     engine: str | None
-    """The first engine that drafts with this kind; None where only Outrider's own server does."""
+    """The first engine that runs this kind; None if only Outrider's server does."""
     log: str
 
     @property
     def is_trained(self) -> bool:
-        """Nothing is left to train."""
+        """Whether training is complete or not needed."""
         return not self.trains or self.saved_s > 0
 
     def command(self, *words: str | Path) -> str:
-        """A command of ours, as a shell takes it."""
+        """An outrider command for the shell."""
         return shlex.join(["outrider", *map(str, words)])
 
 
 def read(folder: Path, log: str = LOG) -> Run:
-    """A run's folder.  Raises ConfigError where it is none, or is not where its run file's commands would look."""
+    """Read a run's folder.  Raises ConfigError if it is not one, or not at runs/NAME of the current folder."""
     place = folder / "config.yaml"
     if not place.is_file():
-        raise ConfigError(f"{folder} has no config.yaml, so it is no run's folder; name runs/NAME of `outrider run`")
+        raise ConfigError(f"{folder} has no config.yaml, so it is not a run's folder; name runs/NAME of `outrider run`")
     values = configs.read(place)
     try:
         drafter, target, name = values["drafter"], str(values["target"]["name"]), str(values["name"])
@@ -84,13 +83,13 @@ def read(folder: Path, log: str = LOG) -> Run:
 
 
 def _engine(kind: str, is_folder: bool) -> str | None:
-    """The first engine that takes this kind, from a folder or by its name."""
+    """The first engine that runs this kind, from a folder or by name."""
     for engine, entry in ENGINES.items():
         if kind not in entry.methods:
             continue
         try:
             return engine if not is_folder else names.chosen(engine, kind).engine
-        except ConfigError:  # we write no folder of this kind for it
+        except ConfigError:  # no export of this kind for it
             continue
     return None
 
@@ -99,7 +98,7 @@ def _engine(kind: str, is_folder: bool) -> str | None:
 
 
 def written(path: Path) -> dict[str, Any]:
-    """A file that a command wrote."""
+    """The content of a command's output file."""
     if not path.exists():
         raise Unfinished("to do", f"there is no {path}")
     try:
@@ -121,7 +120,7 @@ def report_of(folder: Path) -> Report:
 
 
 def check_trained(run: Run) -> None:
-    """Refuse a run whose drafter is still to be trained."""
+    """Refuse a run whose drafter is not trained yet."""
     if not run.is_trained:
         raise Unfinished("to do", f"there is no checkpoint in {run.draft}")
 
