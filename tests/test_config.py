@@ -201,7 +201,7 @@ def test_a_file_where_a_folder_is_wanted_is_said_before_anything_loads(place: st
     load(path)
     Path(place).parent.mkdir(exist_ok=True)
     Path(place).touch()
-    with pytest.raises(ConfigError, match=f"^{place} is a file, but a folder is needed there"):
+    with pytest.raises(ConfigError, match=f"^{place} is a file, but must be a folder"):
         load(path)
 
 

@@ -207,7 +207,7 @@ def test_what_is_in_the_way_is_deleted_first(run: Path) -> None:
 
 def test_a_folder_from_elsewhere_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches commands that would write into another run's folder."""
-    with pytest.raises(ConfigError, match=r"has no config.yaml, so it is no run's folder"):
+    with pytest.raises(ConfigError, match=r"has no config.yaml, so it is not a run's folder"):
         files.read(Path("runs"))
     monkeypatch.chdir(RUN)
     with pytest.raises(ConfigError, match=r"is not runs/mine from here"):

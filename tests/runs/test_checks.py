@@ -130,4 +130,4 @@ def test_answers_whose_prompts_are_gone_still_train(written, tmp_path, caplog):
     run(file, ["name=free"], stages=["prepare"])
     (tmp_path / "prompts.jsonl").unlink()
     run(file, ["name=free", "train.steps=1"], stages=["train"])
-    assert "can't be read: all 6 answers" in caplog.text
+    assert "can't be read: training on all 6 answers" in caplog.text
