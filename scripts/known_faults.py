@@ -339,7 +339,7 @@ FAULTS = [
     ),
     fault(
         "medusa drafts a new request from the hidden state of the request before it",
-        ("StateDrafter.free", "            memory.known[row] = False", "            pass"),
+        ("StateDrafter.free", "            memory.is_ready[row] = False", "            pass"),
     ),
     fault(
         "features of a finished request are read for the next request in its slot",
@@ -430,7 +430,7 @@ FAULTS = [
     ),
     fault(
         "a draft over fewer tokens learns the target's distribution renormalised over them",
-        ("DraftVocabulary.reduced", "others = everything + ", "others = everything - 1e9 + "),
+        ("DraftVocabulary.reduced", "others = total + ", "others = total - 1e9 + "),
     ),
     fault(
         "a drafter over fewer tokens names columns of its logits as the target's tokens",
@@ -901,7 +901,7 @@ FAULTS = [
     ),
     fault(
         "texts that do not fill a batch are never trained on",
-        ("Texts._shuffled", "return found + rest", "return found"),
+        ("Texts._shuffled", "return shuffled + rest", "return shuffled"),
     ),
     # training
     fault(

@@ -1,1 +1,1 @@
-"""From conversations to the target's own answers to features; nothing on disk but token ids."""
+"""From conversations to the target's answers to features; only token ids are stored on disk."""

@@ -1,4 +1,4 @@
-"""Batches of texts and the target's states of them, padded or packed, whichever way the states come."""
+"""Batches of texts with the target's states, padded or packed, wherever the states come from."""
 
 import dataclasses
 import functools
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.data.features.ahead import Key
-from outrider.data.features.shards import Stored
+from outrider.data.features.prefetch import BatchKey
+from outrider.data.features.shards import TextStates
 from outrider.data.packing import Rows, side_by_side
 from outrider.data.texts import Texts
 from outrider.errors import DataError
@@ -21,23 +21,23 @@ from outrider.nn.top_logprobs import TopLogprobs
 from outrider.targets.protocol import Target
 
 
-class OfTexts(ABC):
-    """What all features have of their texts, and how these become batches."""
+class TextFeatures(ABC):
+    """Base of all feature sources: the order of the texts, and how texts and states become batches."""
 
     order: Texts
     target: Target
     reading_s: tuple[float, float] = (0.0, 0.0)
-    """Seconds that the target has read texts for their states so far, and will, if they are read once."""
+    """Seconds that the target has read texts so far, and still will, if each text is read once."""
     taps: tuple[int, ...]
     _process: tuple[int, int] | None = None
-    """Rank of this process and number of processes, where several share the rows of a batch."""
+    """Rank of this process and number of processes, if several share the rows of a batch."""
     _stripe: Stripe | None = None
-    """This process's positions of each row, where several share these."""
+    """This process's positions of each row, if several processes share a row."""
 
     def share(self, rank: int, count: int, stripe: Stripe | None = None) -> None:
-        """From now on give every `count`-th row of a batch, from row `rank` on, with the taps of these positions.
+        """From now on return every `count`-th row of a batch, from row `rank` on, with the taps of these positions.
 
-        Raises DataError where a packed batch may have fewer rows than there are processes.
+        Raises DataError if a packed batch may have fewer rows than there are processes.
         """
         budget, longest = self.order.budget, int(self.order.answers.lengths.max())
         if budget is not None and budget < count * longest:
@@ -52,19 +52,19 @@ class OfTexts(ABC):
         return self.made((range(step, step + 1), None))
 
     def packed(self, steps: range) -> Iterator[Batch]:
-        """The texts of these steps in batches of at most as many tokens as the budget, several texts to a row."""
+        """The texts of these steps in batches within the token budget, several texts per row."""
         for rows in self.order.packed(steps):
             yield self._joined(rows)
 
-    def made(self, key: Key) -> Batch:
-        """One of these batches, by its steps and its number."""
+    def made(self, key: BatchKey) -> Batch:
+        """The batch of a key."""
         steps, number = key
         if number is not None:
             return self._joined(self.order.packed(steps)[number])
         return self._joined([[i] for i in self.order.chosen(steps.start)])
 
     def own_rows(self, count: int) -> slice:
-        """Which of a batch's rows this process has."""
+        """The rows of a batch that belong to this process."""
         if self._process is None:
             return slice(None)
         rank, processes = self._process
@@ -73,18 +73,19 @@ class OfTexts(ABC):
     def _joined(self, rows: Rows) -> Batch:
         """The batch of these texts, or this process's rows of it."""
         tokens, loss_mask, documents = (part.to(self.target.device) for part in self.order.tensors(rows))
-        none, per_row = torch.empty(*tokens.shape, 0, device=tokens.device), max(map(len, rows))
-        whole = Batch(tokens, loss_mask, documents, none[..., None], none, per_row=per_row)
+        no_states = torch.empty(*tokens.shape, 0, device=tokens.device)
+        per_row = max(map(len, rows))
+        whole = Batch(tokens, loss_mask, documents, no_states[..., None], no_states, per_row=per_row)
         if self._process is None:
             return self._with_states(whole, rows)
-        there = self.own_rows(len(rows))
-        share = Share(whole, there, counts=self._process[0] < len(rows))
-        own = Batch(tokens[there], loss_mask[there], documents[there], none, none, per_row=per_row, share=share)
-        return self._with_states(own, rows[there])
+        at = self.own_rows(len(rows))
+        share = Share(whole, at, counts=self._process[0] < len(rows))
+        part = Batch(tokens[at], loss_mask[at], documents[at], no_states, no_states, per_row=per_row, share=share)
+        return self._with_states(part, rows[at])
 
     def _with_states(self, batch: Batch, rows: Rows) -> Batch:
         """The batch of these texts with their states."""
-        states = self._states([i for row in rows for i in row])
+        states = self.states([i for row in rows for i in row])
         laid = lambda values: _as_wide(side_by_side([[values(states[i]) for i in row] for row in rows]), batch.tokens)
         top = None
         if states[rows[0][0]].top is not None:
@@ -95,12 +96,12 @@ class OfTexts(ABC):
         return dataclasses.replace(batch, taps=taps, hidden=hidden, top=top, stripe=self._stripe)
 
     @abstractmethod
-    def _states(self, texts: Sequence[int]) -> dict[int, Stored]:
-        """The target's states of these texts, by number."""
+    def states(self, texts: Sequence[int]) -> dict[int, TextStates]:
+        """The target's states of these texts, by the number of the text."""
 
     @functools.cached_property
     def counts(self) -> Tensor:
-        """[V] int64, how often each token is one to learn."""
+        """[V] int64, how often each token trains."""
         return self.order.counts(self.target.spec.vocabulary)
 
     @property
@@ -109,6 +110,6 @@ class OfTexts(ABC):
 
 
 def _as_wide(values: Tensor, tokens: Tensor) -> Tensor:
-    """values [B, n, ...] padded with zeros to the width of tokens [B, S], which another process's row may give."""
+    """values [B, n, ...] zero-padded to the width of tokens [B, S]; the longest row may be another process's."""
     missing = tokens.shape[1] - values.shape[1]
     return values if not missing else F.pad(values, (*[0, 0] * (values.dim() - 2), 0, missing))

@@ -1,4 +1,4 @@
-"""A corpus of texts to draft from: its plan, then its making, with hashes of its texts."""
+"""Plans and builds a corpus of texts to draft from, with hashes of its texts."""
 
 import time
 from collections import Counter
@@ -20,18 +20,18 @@ from outrider.targets.identity import hash_tokenizer, load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A corpus to be made, with its sizes and time estimated from the first texts."""
+    """A corpus to build, with sizes and time estimated from the first texts."""
 
     path: Path
     files: list[Path]
     left_out: list[Path]
     """Files that are not UTF-8 text."""
     ignored: Counter[str]
-    """Files and folders that were not looked at, by reason: hidden, __pycache__, in .gitignore."""
+    """Number of ignored files and folders, by reason: hidden, __pycache__, in .gitignore."""
     characters: int
     tokenizer: Any
     tokens: int
-    """Estimated, as are sizes and time."""
+    """Estimated number of tokens."""
     seconds: float
 
     @property
@@ -40,7 +40,7 @@ class Plan:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on disk."""
+        """Estimated bytes on disk."""
         return self.tokens * (self.token_bytes + 4)
 
     @property
@@ -49,16 +49,16 @@ class Plan:
 
     @property
     def disk(self) -> Path:
-        """An existing folder on the disk that the corpus goes to."""
+        """An existing folder on the disk of the corpus."""
         return next(folder for folder in self.path.parents if folder.exists())
 
 
 def planned(
     name: str, files: Sequence[Path], target: str = "demo", folder: Path | None = None, *, skip_binary: bool = False
 ) -> Plan:  # fmt: skip
-    """The plan of a corpus of these files and folders, with the tokenizer of `target`.
+    """Plan a corpus of these files and folders with the tokenizer of `target`.
 
-    Raises DataError where nothing can be read, and for a file that is not text unless `skip_binary` is set.
+    Raises DataError if nothing can be read, and for a file that is not text unless `skip_binary` is set.
     """
     path, left_out, ignored = corpora.folder_of(name, folder), list[Path](), Counter[str]()
     paths = corpus_texts.readable(corpus_texts.files_of(files, ignored), left_out if skip_binary else None)
@@ -80,9 +80,9 @@ def build(
     plan: Plan, on_text: Callable[[int], None] = lambda done: None,
     on_stage: Callable[[str, int], None] = lambda stage, tokens: None,
 ) -> Corpus:  # fmt: skip
-    """Make the corpus; one of the same name is replaced.
+    """Build the corpus; one of the same name is replaced.
 
-    on_text: called with the characters read.  on_stage: called with each stage's name and its number of tokens.
+    on_text: called with the number of characters read.  on_stage: called with each stage's name and number of tokens.
     """
     used: dict[str, int] = {}
     hashes = Collector("documents")
@@ -97,12 +97,12 @@ def build(
             done += sum(len(text.text) for text in batch)
             on_text(min(done, plan.characters))
 
-    made = corpus_build.build(
+    corpus = corpus_build.build(
         plan.path, documents(), vocabulary=_ids(plan.tokenizer), tokenizer_hash=hash_tokenizer(plan.tokenizer),
         sources=used.items(), on_stage=on_stage,
     )  # fmt: skip
     corpora.keep_hashes(plan.path, hashes.save)
-    return made
+    return corpus
 
 
 def tokenizer_of(target: str) -> Any:
@@ -117,24 +117,23 @@ def tokenizer_of(target: str) -> Any:
 
 
 def _batches(texts: Iterator[Any], characters: int) -> Iterator[list[Any]]:
-    """Several texts at a time, about so many characters together."""
-    held: list[Any] = []
+    """Batches of texts of about `characters` characters."""
+    batch: list[Any] = []
     for text in texts:
-        held.append(text)
-        if sum(len(one.text) for one in held) >= characters:
-            yield held
-            held = []
-    if held:
-        yield held
+        batch.append(text)
+        if sum(len(member.text) for member in batch) >= characters:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def _ids(tokenizer: Any) -> int:
-    """All ids lie below it; there may be gaps."""
+    """One more than the largest id; there may be gaps."""
     return 1 + max(tokenizer.get_vocab().values())
 
 
 def _encoded(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    found: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
-        "input_ids"
-    ]
-    return found
+    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    ids: list[list[int]] = encoded["input_ids"]
+    return ids

@@ -1,6 +1,6 @@
-"""Texts side by side in the rows of a batch, so that little of a batch is padding and none is larger than a budget.
+"""Packs texts into the rows of a batch, with little padding and within a token budget.
 
-Each text keeps positions from 0 and attends to itself alone: `Batch.documents` tells the texts of a row apart.
+Each text has positions from 0 and attends only to itself: `Batch.documents` distinguishes the texts of a row.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ Rows = list[list[int]]
 
 
 def packed(texts: Sequence[int], lengths: Sequence[int], budget: int) -> list[Rows]:
-    """Batches of at most `budget` tokens, padding included, of these texts; a longer text has a batch of its own.
+    """Batches of at most `budget` tokens, including padding; a longer text gets a separate batch.
 
-    lengths: of these texts.  The longest text that is left begins a batch, whose rows are as long as it; then every
-    text, the longest first, goes into the row that it fills best (best fit decreasing).
+    lengths: of these texts.  The longest remaining text starts a batch and sets the width of its rows; then every text,
+    the longest first, goes into the row that it fills best (best fit decreasing).
     """
     length_of = dict(zip(texts, lengths, strict=True))
-    left = sorted(texts, key=lambda i: -length_of[i])
-    found: list[Rows] = []
-    while left:
-        rows, room, later = Rows(), list[int](), list[int]()
-        width = length_of[left[0]]
+    remaining = sorted(texts, key=lambda i: -length_of[i])
+    batches: list[Rows] = []
+    while remaining:
+        rows, free, later = Rows(), list[int](), list[int]()
+        width = length_of[remaining[0]]
         most = max(1, budget // width)
-        for i in left:
+        for i in remaining:
             length = length_of[i]
-            fits = [row for row, free in enumerate(room) if free >= length]
+            fits = [row for row, tokens in enumerate(free) if tokens >= length]
             if fits:
-                row = min(fits, key=room.__getitem__)
+                row = min(fits, key=free.__getitem__)
                 rows[row].append(i)
-                room[row] -= length
+                free[row] -= length
             elif len(rows) < most:
                 rows.append([i])
-                room.append(width - length)
+                free.append(width - length)
             else:
                 later.append(i)
-        found.append(rows)
-        left = later
-    return found
+        batches.append(rows)
+        remaining = later
+    return batches
 
 
 def side_by_side(parts: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Rows of texts [n, ...] joined and right-padded with zeros: [B, S, ...]."""
+    """The texts [n, ...] of each row concatenated, and rows right-padded with zeros: [B, S, ...]."""
     return torch.nn.utils.rnn.pad_sequence(
         [row[0] if len(row) == 1 else torch.cat(list(row)) for row in parts], batch_first=True
     )

@@ -1,9 +1,9 @@
-"""Conversations as the target's tokens, and which of them train.
+"""Renders conversations as the target's tokens and decides which of them train.
 
-Where the chat template marks what the assistant generates (`{% generation %}`), the marks decide.  Else an answer is
-what follows its prompt: it trains where the prompt, as the engine renders it, is a beginning of the whole.  Where a
-boundary is not sure (a template that rewrites earlier turns, a token on both sides), or where an answer spells the
-token that ends a turn, it does not train and is counted.
+If the chat template marks what the assistant generates (`{% generation %}`), the marks decide.  Otherwise an answer is
+what follows its prompt, and trains if the prompt, as an engine renders it, is a prefix of the whole.  If a boundary is
+uncertain (a template that rewrites earlier turns, a token on both sides), or an answer spells the token that ends a
+turn, the answer does not train and is counted.
 """
 
 import hashlib
@@ -25,16 +25,16 @@ MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Rendered(NamedTuple):
-    """Token ids, and which of them train: spans [start, end)."""
+    """Token ids, and the spans [start, end) of them that train."""
 
     tokens: list[int]
     learn: list[tuple[int, int]]
     unstable: int = 0
-    """Answers that do not train, since where they begin or end is not sure."""
+    """Number of answers that do not train, since their boundaries are uncertain."""
 
 
 def template_hash(tokenizer: Any) -> str | None:
-    """16 hex digits of the chat template's hash; None where there is none."""
+    """Hash, 16 hex digits, of the chat template; None without one."""
     template = getattr(tokenizer, "chat_template", None)
     return None if template is None else hashlib.sha256(str(template).encode()).hexdigest()[:16]
 
@@ -42,10 +42,10 @@ def template_hash(tokenizer: Any) -> str | None:
 def prompt_tokens(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], thinking: bool | None = None, tools: Tools = ()
 ) -> list[int]:
-    """The tokens of a prompt: rendered by the chat template, or the plain texts one after the other.
+    """The tokens of a prompt: rendered by the chat template or, without one, the concatenated texts.
 
-    thinking: handed to the template as `enable_thinking`, unless None.  tools: handed to it where there are some.
-    Raises DataError where the template refuses the messages.
+    thinking: passed to the template as `enable_thinking`, unless None.  tools: passed to it, if any.
+    Raises DataError if the template refuses the messages.
     """
     return _tokens(tokenizer, messages, tools, _variables(thinking), is_prompt=True)
 
@@ -53,9 +53,9 @@ def prompt_tokens(
 def check_template(
     tokenizer: Any, conversation: Conversation, thinking: bool | None = None, answered: bool = False
 ) -> None:  # fmt: skip
-    """Raises DataError with file and line where the chat template refuses a prompt of this conversation.
+    """Raises DataError with file and line if the chat template refuses a prompt of this conversation.
 
-    answered: with the conversation's own answers, which train, in place of the target's.
+    answered: also check it with its answers from the source, which then train.
     """
     messages: list[Mapping[str, Any]] = []
     variables = _variables(thinking)
@@ -67,7 +67,7 @@ def check_template(
     for message in conversation.messages:
         if message["role"] == "assistant":
             continue
-        if messages and messages[-1]["role"] == "user":  # in place of the target's own answer, which is not known yet
+        if messages and messages[-1]["role"] == "user":  # stands for the target's answer, which is not known yet
             messages.append({"role": "assistant", "content": "yes"})
         messages.append(message)
         if message["role"] == "user" and getattr(tokenizer, "chat_template", None) is not None:
@@ -78,8 +78,7 @@ def check_template(
 def render(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], length: int, thinking: bool | None = None, tools: Tools = ()
 ) -> Rendered:
-    """A whole conversation as tokens, the assistants' turns (with what closes them) marked to train, cut at
-    `length`."""
+    """A whole conversation as tokens, cut at `length`; the assistant's turns train, including their end tokens."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
     if not last:  # a greeting answers nothing, and there is no prompt before it
         return Rendered([], [])
@@ -98,37 +97,38 @@ def _runs_on(tokenizer: Any, message: Mapping[str, Any]) -> bool:
 
 
 def _by_marks(tokenizer: Any, messages: chat.Messages, tools: Tools, variables: Mapping[str, Any]) -> Rendered:
-    """What the template marks as generated; a mark inside a token is not sure."""
+    """Train what the template marks as generated; a mark inside a token is uncertain."""
     try:
-        made = chat.marked(tokenizer, messages, tools, variables)
+        marked = chat.marked(tokenizer, messages, tools, variables)
     except DataError as error:
         raise _to_correct(error) from error.__cause__
-    marks, offsets, learn, unstable = made.spans, np.asarray(made.offsets).reshape(-1, 2), [], 0
+    marks, offsets = marked.spans, np.asarray(marked.offsets).reshape(-1, 2)
+    learn, unstable = [], 0
     answers = [message for message in messages if message["role"] == "assistant"]
-    if len(marks) != len(answers) and not all(map(_trains, answers)):  # which mark is whose is not known
-        return Rendered(made.ids, [], len(answers))
+    if len(marks) != len(answers) and not all(map(_trains, answers)):  # marks can't be assigned to answers
+        return Rendered(marked.ids, [], len(answers))
     trains = [_trains(message) for message in answers] if len(marks) == len(answers) else [True] * len(marks)
     if messages[0]["role"] == "assistant":  # a greeting answers nothing
         trains[:1] = [False]
     for (start, end), is_trained in zip(marks, trains, strict=True):
         if start == end or not is_trained:
             continue
-        # several tokens may be the bytes of one letter, and have its place each
+        # several tokens may be the bytes of one character, and all have its offsets
         inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
         if not len(inside) or offsets[inside[0], 0] < start or offsets[inside[-1], 1] > end:
             unstable += 1
         else:
             learn.append((int(inside[0]), int(inside[-1]) + 1))
-    return Rendered(made.ids, learn, unstable)
+    return Rendered(marked.ids, learn, unstable)
 
 
 def _trains(message: Mapping[str, Any]) -> bool:
-    """Whether an answer trains: not with a weight of 0, which makes it part of the prompt of later ones."""
+    """Whether an answer trains: with weight 0 it is only part of the prompt of later ones."""
     return message.get("weight") != 0
 
 
 def _by_prompts(tokenizer: Any, messages: chat.Messages, tools: Tools, variables: Mapping[str, Any]) -> Rendered:
-    """What follows each prompt, where the prompt and its answer are a beginning of the whole."""
+    """Train what follows each prompt, if the prompt and its answer are a prefix of the whole."""
     tokens = _tokens(tokenizer, messages, tools, variables, is_prompt=False)
     learn, unstable = [], 0
     for i, message in enumerate(messages):
@@ -148,9 +148,9 @@ def _tokens(
     tokenizer: Any, messages: chat.Messages, tools: Tools, variables: Mapping[str, Any], *, is_prompt: bool,
     is_open: bool = False,
 ) -> list[int]:  # fmt: skip
-    """The messages' tokens, followed by the start of an answer or by the end of the last message.
+    """The tokens of messages, followed by the start of an answer (`is_prompt`) or the end of the last message.
 
-    is_open: where there is no template, more follows, so nothing ends.
+    is_open: without a template, leave out the end, since more follows.
     """
     if getattr(tokenizer, "chat_template", None) is not None:
         return list(_templated(tokenizer, messages, tools, variables, add_generation_prompt=is_prompt))
@@ -166,7 +166,7 @@ def _variables(thinking: bool | None) -> dict[str, Any]:
 def _templated(
     tokenizer: Any, messages: chat.Messages, tools: Tools, variables: Mapping[str, Any], **options: bool
 ) -> Any:
-    """`chat.rendered`, whose refusals say what to do with a row."""
+    """`chat.rendered`, with advice about the row in its errors."""
     try:
         return chat.rendered(tokenizer, messages, tools, variables, **options)
     except DataError as error:

@@ -1,21 +1,21 @@
-"""Training and held-out answers, split by conversation: those that begin alike are on one side.
+"""Splits answers into training and held-out ones; conversations with the same opening stay together.
 
-A log of requests has a talk of five turns five times, each time with one more turn.
+A request log has a conversation of five turns five times, each time with one more turn.
 """
 
 import numpy as np
 
 
 class Openings:
-    """How each conversation begins, by the hash of its prompt; 16 bytes each."""
+    """The opening of each conversation, by the hash of its prompt; 16 bytes each."""
 
     def __init__(self, hashes: np.ndarray, openings: np.ndarray):
-        """hashes, openings [n] uint64: of each conversation's prompt, and of how it begins."""
+        """hashes, openings [n] uint64: hashes of each conversation's prompt and of its opening."""
         order = np.argsort(hashes, kind="stable")
         self._hashes, self._openings = hashes[order], openings[order]
 
     def of(self, prompt_hashes: np.ndarray) -> np.ndarray:
-        """[n] uint64 to [n] uint64: the opening of each prompt; its own hash where it is unknown."""
+        """[n] uint64 to [n] uint64: the opening of each prompt; the prompt's hash if it is unknown."""
         if not len(self._hashes):
             return prompt_hashes
         at = np.minimum(np.searchsorted(self._hashes, prompt_hashes), len(self._hashes) - 1)
@@ -23,9 +23,9 @@ class Openings:
 
 
 def held_out(hashes: np.ndarray, openings: np.ndarray, most: int) -> np.ndarray:
-    """[n] bool: up to `most` conversations, none of which begins as one that is not held out.
+    """[n] bool: up to `most` conversations to hold out, whose openings no other conversation has.
 
-    hashes, openings [n] uint64.  Which ones depends on the hashes alone: most of them stay the same when more come.
+    hashes, openings [n] uint64.  The choice depends only on the hashes: most of it stays the same when more are added.
     """
     _, groups, sizes = np.unique(openings, return_inverse=True, return_counts=True)
     first = np.full(len(sizes), np.iinfo(np.uint64).max, np.uint64)

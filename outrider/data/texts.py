@@ -1,4 +1,4 @@
-"""The texts of a training, and the order in which its batches read them: it depends on seed and step alone."""
+"""The texts of a training and the order of its batches, which depends only on seed and step."""
 
 import functools
 from array import array
@@ -17,7 +17,7 @@ from outrider.errors import DataError
 MIN_LEARNT = 4
 """Texts with fewer tokens to learn are left out and counted."""
 BUFFER = 8
-"""Shards whose texts are shuffled together."""
+"""Number of shards whose texts are shuffled together."""
 
 
 class Texts:
@@ -26,15 +26,17 @@ class Texts:
     def __init__(
         self, answers: Sequence[Answer], *, batch: int, length: int, seed: int = 0, budget: int | None = None
     ):  # fmt: skip
-        """length: most tokens of a text.  budget: most tokens of a packed batch.
+        """length: maximum tokens per text.  budget: maximum tokens per packed batch.
 
-        Raises DataError where no text has enough tokens to learn, or one is longer than the budget.
+        Raises DataError if no text has enough tokens to learn, or one is longer than the budget.
         """
-        self.answers, self.size, self._seed, self.budget = usable(answers, length), batch, seed, budget
+        self.answers, self.size, self._seed, self.budget = CutAnswers(answers, length), batch, seed, budget
         self.left_out = len(answers) - len(self.answers)
         if not self.answers:
-            wanted = f"{MIN_LEARNT} tokens to learn within {length} tokens"
-            raise DataError(f"none of the {len(answers)} answers has {wanted}; prepare longer answers")
+            raise DataError(
+                f"none of the {len(answers)} answers has {MIN_LEARNT} tokens to learn within {length} tokens; prepare "
+                "longer answers"
+            )
         self.tokens = int(self.answers.lengths.sum(dtype=np.int64))
         longest = int(self.answers.lengths.max())
         if budget is not None and longest > budget:
@@ -44,12 +46,12 @@ class Texts:
             )
         self._shards: list[list[int]] = [list(range(len(self.answers)))]
         self._order: dict[int, list[int]] = {}
-        """Of the last pass over the texts."""
+        """Order of the texts in the last pass, by pass."""
         self._packed: dict[range, list[packing.Rows]] = {}
-        """Of the last two steps."""
+        """Packed batches of the last two ranges of steps."""
 
     def in_shards(self, shards: Sequence[Sequence[int]]) -> None:
-        """Shuffle shards, and texts within `BUFFER` of them, in place of all texts; shards: the texts of each."""
+        """Shuffle shards, and texts within `BUFFER` shards, instead of all texts.  shards: the texts of each."""
         if len(shards) > BUFFER:
             self._shards = [list(shard) for shard in shards]
 
@@ -58,21 +60,21 @@ class Texts:
         return -(-len(self.answers) // self.size)
 
     def counts(self, vocabulary: int) -> Tensor:
-        """[V] int64, how often each token is one to learn."""
-        found, learnt = torch.zeros(vocabulary, dtype=torch.int64), list[int]()
+        """[V] int64, how often each token trains."""
+        counts, learnt = torch.zeros(vocabulary, dtype=torch.int64), list[int]()
         for number, text in enumerate(self.answers, 1):
             for start, end in text.learn:
                 learnt += text.tokens[start:end]
             if len(learnt) >= 1 << 20 or number == len(self.answers):
-                found += torch.bincount(torch.tensor(learnt, dtype=torch.int64), minlength=vocabulary)
+                counts += torch.bincount(torch.tensor(learnt, dtype=torch.int64), minlength=vocabulary)
                 learnt = []
-        return found
+        return counts
 
     def chosen(self, step: int) -> list[int]:
         """The texts of optimiser step `step`."""
         epoch, place = divmod(step, self.steps_per_pass)
         order = self._order.get(epoch)
-        if order is None:  # two threads may ask, each for another pass
+        if order is None:  # no lock: two threads may be here, each for another pass
             order = self._shuffled(epoch)
             self._order = {epoch: order}
         return order[place * self.size : (place + 1) * self.size]
@@ -80,15 +82,15 @@ class Texts:
     def packed(self, steps: range) -> list[packing.Rows]:
         """The texts of these steps in batches of at most `budget` tokens; see `packing.packed`."""
         assert self.budget is not None
-        found = self._packed.get(steps)
-        if found is None:
+        batches = self._packed.get(steps)
+        if batches is None:
             texts = [i for step in steps for i in self.chosen(step)]
-            found = packing.packed(texts, [int(self.answers.lengths[i]) for i in texts], self.budget)
-            self._packed = {**dict(list(self._packed.items())[-1:]), steps: found}
-        return found
+            batches = packing.packed(texts, [int(self.answers.lengths[i]) for i in texts], self.budget)
+            self._packed = {**dict(list(self._packed.items())[-1:]), steps: batches}
+        return batches
 
     def tensors(self, rows: packing.Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Right-padded tokens, loss mask, and which text of the row each token is of, from 1: [B, S] each."""
+        """Right-padded tokens, loss mask, and the number of each token's text within its row, from 1: [B, S] each."""
         texts = [[self.answers[i] for i in row] for row in rows]
         tokens = padded([[token for text in row for token in text.tokens] for row in texts], 0)
         loss_mask, documents = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens)
@@ -111,20 +113,21 @@ class Texts:
         order, lengths = sorted(texts, key=self.answers.lengths.__getitem__), self.answers.lengths
         if self.budget is None:
             return [order[i : i + self.size] for i in range(0, len(order), self.size)]
-        found: list[list[int]] = []
+        groups: list[list[int]] = []
         for i in order:
-            if not found or len(found[-1]) == self.size or (len(found[-1]) + 1) * int(lengths[i]) > self.budget:
-                found.append([])
-            found[-1].append(i)
-        return found
+            if not groups or len(groups[-1]) == self.size or (len(groups[-1]) + 1) * int(lengths[i]) > self.budget:
+                groups.append([])
+            groups[-1].append(i)
+        return groups
 
     def _shuffled(self, epoch: int) -> list[int]:
         """The texts of one pass: shuffled, sorted by length within groups of 16 batches, the batches shuffled again.
 
-        Where there are many shards this is done with a few of them after the other, so that few are open at a time.
+        Many shards are handled a few at a time, so that few are open at once.
         """
         noise = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-        shards, lengths, found, rest = self._shards, self.answers.lengths, list[int](), list[int]()
+        shards, lengths = self._shards, self.answers.lengths
+        shuffled, rest = list[int](), list[int]()
         if len(shards) > 1:
             shards = [shards[i] for i in torch.randperm(len(shards), generator=noise).tolist()]
         for first in range(0, len(shards), BUFFER):
@@ -134,16 +137,16 @@ class Texts:
             near = [i for group in groups for i in sorted(group, key=lengths.__getitem__)]
             full = len(near) // self.size
             batches = torch.randperm(full, generator=noise).tolist()
-            found += [i for batch in batches for i in near[batch * self.size : (batch + 1) * self.size]]
+            shuffled += [i for batch in batches for i in near[batch * self.size : (batch + 1) * self.size]]
             rest = near[full * self.size :]
         # an incomplete batch comes last
-        return found + rest
+        return shuffled + rest
 
 
 class CutAnswers(Sequence[Answer]):
-    """Answers cut to a length, without those that have too little to learn; each is cut when it is asked for.
+    """Answers cut to a length on access, without those that have too few tokens to learn.
 
-    12 bytes an answer are held, so answers may stay in their file (`StoredAnswers`).
+    Takes 12 bytes per answer, so the answers may stay in their file (`StoredAnswers`).
     """
 
     def __init__(self, answers: Sequence[Answer], length: int):
@@ -156,7 +159,7 @@ class CutAnswers(Sequence[Answer]):
                 lengths.append(len(cut.tokens))
         self._at = np.array(at, np.int64)
         self.lengths = np.array(lengths, np.int32)
-        """[n], tokens of each."""
+        """[n], number of tokens of each."""
 
     def __len__(self) -> int:
         return len(self._at)
@@ -170,11 +173,6 @@ class CutAnswers(Sequence[Answer]):
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         return cut_to(self._answers[int(self._at[index])], self._length)
-
-
-def usable(answers: Sequence[Answer], length: int) -> CutAnswers:
-    """Answers cut to `length` tokens, without those that have too little to learn."""
-    return CutAnswers(answers, length)
 
 
 def cut_to(answer: Answer, length: int) -> Answer:

@@ -17,7 +17,7 @@ from outrider.data.answers.store import ANSWERS, read_answers
 from outrider.data.config import Config
 from outrider.data.features.live import LiveFeatures
 from outrider.data.overlap import hash_files
-from outrider.data.overlap.contamination import Found, Source, check, sources_of
+from outrider.data.overlap.contamination import OverlapReport, TextSource, check, sources_of
 from outrider.data.sources.conversations import Conversation
 from outrider.errors import ConfigError
 from outrider.measure.tasks.names import Prompt
@@ -43,7 +43,7 @@ PROMPTS = [
 ASKED = {"quiz": PROMPTS}
 
 
-def ids(found: Found) -> set[str]:
+def ids(found: OverlapReport) -> set[str]:
     return {name for _, name in found.overlapping}
 
 
@@ -87,7 +87,7 @@ def test_a_planted_leak_is_found_in_a_moved_checkpoint(trained: Path, answers: P
     """Catches a leak in other letters that is lost on the way, or a system prompt taken for one."""
     amended = shutil.copytree(trained, trained.with_name("amended"))
     checkpoint.amend(amended, {}, {"calibration": {}})
-    for source in (Source("drafter", trained), Source("answers", answers), Source("amended", amended)):
+    for source in (TextSource("drafter", trained), TextSource("answers", answers), TextSource("amended", amended)):
         found = check(ASKED, [source])
         assert ids(found) == {"leaked", "second turn", "korean", "short"}
         assert check({"quiz": PROMPTS * 2}, [source]).overlapping == found.overlapping
@@ -104,7 +104,7 @@ def test_held_out_prompts_are_not_what_was_trained_on(talker: TransformersTarget
     """Catches an evaluation that calls its prompts learnt because acceptance was measured on texts like them."""
     asked = texts(f"Please tell me. {PLANTED}", KOREAN)
     held_out = [int(asked[2].prompt_hash(answered=False), 16)]
-    found = check(ASKED, [Source("answers", answered(talker, tmp_path / "some", asked, held_out))])
+    found = check(ASKED, [TextSource("answers", answered(talker, tmp_path / "some", asked, held_out))])
     assert ids(found) == {"korean", "short"}
     assert found.counts["answers"]["prompts"] == 2 and found.unknown == {}
 
@@ -112,14 +112,14 @@ def test_held_out_prompts_are_not_what_was_trained_on(talker: TransformersTarget
 def test_prompts_of_two_tasks_may_have_one_id(answers, tmp_path) -> None:
     """Catches a known prompt that marks those of other tasks, and prompts that nobody hashed passing for clean."""
     asked = {"quiz": [Prompt("1", (LEAKED,))], "poems": [Prompt("1", (CLEAN,))]}
-    found = check(asked, [Source("answers", answers)])
+    found = check(asked, [TextSource("answers", answers)])
     assert found.overlaps(asked) == {("quiz", "1"): True, ("poems", "1"): False}
     assert found.line().startswith("1 of 2 prompts")
     copy = shutil.copytree(answers, tmp_path / "answers")
     facts = json.loads((copy / "answers.json").read_text())
     facts["ngram_hashes"]["unknown"] = 3
     (copy / "answers.json").write_text(json.dumps(facts))
-    found = check(ASKED, [Source("answers", copy)])
+    found = check(ASKED, [TextSource("answers", copy)])
     assert "3 of its prompts" in found.unknown["answers"] and "leaked" in ids(found)
 
 
@@ -128,11 +128,11 @@ def test_a_swapped_file_is_not_known(trained: Path, talker: TransformersTarget, 
     clean = answered(talker, tmp_path / "clean", texts("nothing of that"))
     copy = shutil.copytree(trained, tmp_path / "copy")
     shutil.copyfile(clean / "prompts.grams", copy / checkpoint.NGRAM_HASHES)
-    found = check(ASKED, [Source("drafter", copy)])
-    assert "has another content than its manifest says" in found.unknown["drafter"]
+    found = check(ASKED, [TextSource("drafter", copy)])
+    assert "does not match its manifest" in found.unknown["drafter"]
     assert (found.overlapping, found.checked, found.overlaps(ASKED)) == ({}, 0, {})
     (copy / checkpoint.NGRAM_HASHES).unlink()
-    assert "missing" in check(ASKED, [Source("drafter", copy)]).unknown["drafter"]
+    assert "missing" in check(ASKED, [TextSource("drafter", copy)]).unknown["drafter"]
     assert load_drafter(copy, talker)
 
 
@@ -144,7 +144,7 @@ def test_an_old_checkpoint_is_not_known_rather_than_clean(training, trained, tal
     copy = shutil.copytree(trained, tmp_path / "copy")
     (copy / checkpoint.NGRAM_HASHES).unlink()
     (copy / checkpoint.MANIFEST).write_text(json.dumps(manifest(copy) | {"training": training}))
-    found = check(ASKED, [Source("drafter", copy)])
+    found = check(ASKED, [TextSource("drafter", copy)])
     assert "no hashes" in found.unknown["drafter"]
     assert (found.checked, found.overlaps(ASKED)) == (0, {})
     assert "unknown" in found.line()
@@ -157,7 +157,7 @@ def test_hashes_of_an_earlier_format_are_unknown(answers: Path, tmp_path: Path) 
     facts = json.loads((copy / "answers.json").read_text())
     facts["ngram_hashes"]["format"] = 1
     (copy / "answers.json").write_text(json.dumps(facts))
-    found = check(ASKED, [Source("answers", copy)])
+    found = check(ASKED, [TextSource("answers", copy)])
     assert "has format 1, but this Outrider reads 2; run `outrider prepare` again" in found.unknown["answers"]
     assert (found.checked, found.overlaps(ASKED)) == (0, {})
 
@@ -182,7 +182,7 @@ def test_texts_of_before_a_stop_are_not_forgotten(talker: TransformersTarget, an
     fit(tmp_path / "run", talker, source=source_of(talker, other), steps=4)
     place = tmp_path / "run" / "checkpoint"
     assert sorted(path.name for path in place.glob("*.grams")) == ["training.2.grams", "training.grams"]
-    found = check(ASKED, [Source("drafter", place)])
+    found = check(ASKED, [TextSource("drafter", place)])
     assert ids(found) == {prompt.id for prompt in PROMPTS} and found.unknown == {}
 
 
@@ -198,7 +198,7 @@ def test_training_in_part_on_unknown_texts_is_not_known(first, talker, answers, 
         del old["training"]["ngram_hashes"]
         (place / checkpoint.MANIFEST).write_text(json.dumps(old))
     fit(tmp_path, talker, source=unknown if first == "known" else known, steps=4)
-    found = check(ASKED, [Source("drafter", place)])
+    found = check(ASKED, [TextSource("drafter", place)])
     assert "leaked" in ids(found) and "drafter" in found.unknown
     assert set(found.overlaps(ASKED).values()) == {True}, "what was not found may stand in the unknown texts"
 
@@ -215,7 +215,7 @@ def test_training_outlives_its_hashes(at, said, talker, answers, tmp_path) -> No
     source = source_of(talker, copy)
     delete(0)
     fit(tmp_path / "run", talker, source=source, steps=4, on_step=delete)
-    unknown = check(ASKED, [Source("drafter", tmp_path / "run" / "checkpoint")]).unknown
+    unknown = check(ASKED, [TextSource("drafter", tmp_path / "run" / "checkpoint")]).unknown
     assert said in unknown["drafter"] if said else unknown == {}
 
 
@@ -243,7 +243,7 @@ def test_a_corpus_tells_what_it_holds(corpus: Path) -> None:
     from outrider.retrieval.corpus.suffix_array import Corpus
 
     source = sources_of({"kind": "suffix", "corpora": ["mine"]})
-    assert source == [Source("corpus mine", corpus)]
+    assert source == [TextSource("corpus mine", corpus)]
     assert "corpus mine" in check(ASKED, source).unknown
     corpora.keep_hashes(corpus, collected().save)
     found = check(ASKED, source)
@@ -260,10 +260,10 @@ def test_a_drafter_of_parts_is_asked_part_by_part(corpus: Path, trained: Path) -
     """Catches a corpus or a checkpoint inside mix or graft that nobody asks, or that is asked twice."""
     inner = {"kind": "graft", "base": str(trained), "retriever": {"kind": "suffix", "corpora": ["mine"]}}
     parts = [inner["retriever"], {"kind": "ngram"}, {"kind": "small_model", "model": "org/other"}]
-    assert sources_of(inner) == [Source("corpus mine", corpus), Source(str(trained), trained)][::-1]
+    assert sources_of(inner) == [TextSource("corpus mine", corpus), TextSource(str(trained), trained)][::-1]
     assert [source.name for source in sources_of({"kind": "mix", "members": parts})] == ["corpus mine", "org/other"]
     assert sources_of("ngram") == sources_of({"kind": "suffix"}) == []
-    assert sources_of(str(trained)) == [Source(str(trained), trained)]
+    assert sources_of(str(trained)) == [TextSource(str(trained), trained)]
     assert "no such folder" in check(ASKED, sources_of("org/drafter")).unknown["org/drafter"]
     with pytest.raises(ConfigError):
         sources_of({"kind": "sufix"})

@@ -297,7 +297,7 @@ def test_a_cache_behind_a_url_is_read_shard_by_shard(talker: TransformersTarget,
     for step in range(local.steps_per_pass):
         found, wanted = there.batch(step), local.batch(step)
         assert torch.equal(found.taps, wanted.taps) and torch.equal(found.hidden, wanted.hidden)
-        there._ahead._next[1].result()  # type: ignore[index]
+        there._prefetcher._next[1].result()  # type: ignore[index]
         assert len(list((tmp_path / "copy").glob("features-*"))) <= 16
     assert there.disk_bytes == local.disk_bytes
     with pytest.raises(DataError, match="prepare.feature_folder memory://nowhere can't be listed"):
@@ -309,7 +309,7 @@ def test_what_reading_ahead_raises_is_raised(talker: TransformersTarget, tmp_pat
     mine = fill(talker, tmp_path, texts())
     found = reader(talker, tmp_path, mine, texts(), batch=1)
     found.batch(0)
-    found._ahead._next[1].result()  # type: ignore[index]
+    found._prefetcher._next[1].result()  # type: ignore[index]
     found._folder._open.clear()
     for path in tmp_path.glob("features-*"):
         path.unlink()

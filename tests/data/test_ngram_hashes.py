@@ -19,7 +19,7 @@ from outrider.data.answers.regenerate import prepare
 from outrider.data.answers.store import ANSWERS, NGRAM_HASHES
 from outrider.data.config import Config
 from outrider.data.overlap import hash_files, ngram_hashes
-from outrider.data.overlap.hash_files import COMMON, Collector, Named, NgramHashes, Tally, named, read
+from outrider.data.overlap.hash_files import COMMON, Collector, HashCounter, HashFile, NgramHashes, named, read
 from outrider.data.overlap.ngram_hashes import WORDS, Pieces, words_of
 from outrider.data.sources.conversations import Conversation
 from outrider.errors import DataError
@@ -49,7 +49,7 @@ def opened(path: Path, documents: dict[str, list[list[str]]], limit: int = hash_
     for part, texts in documents.items():
         for turns in texts:
             collected.add(part, turns)
-    return read(Named(path, collected.save(path)))
+    return read(HashFile(path, collected.save(path)))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_tally_counts_as_a_counter_does_and_samples_alike_in_any_order(limit: 
     documents = [np.unique(ngram_hashes.mixed(order.integers(0, 3000, 40, dtype=np.uint64))) for _ in range(400)]
     documents += [documents[0]] * 300
     slow = Counter(one for document in documents for one in document.tolist())
-    often, once = Tally(limit), Tally(limit)
+    often, once = HashCounter(limit), HashCounter(limit)
     for document in documents:
         often.add(document)
         often.result()
@@ -196,12 +196,12 @@ def test_a_file_that_is_not_the_one_its_manifest_names_is_refused(harm: Callable
     collected = Collector("prompts", "answers")
     collected.add("prompts", [QUESTION])
     facts = collected.save(tmp_path / "g")
-    assert read(Named(tmp_path / "g", facts)).holding(QUESTION)
+    assert read(HashFile(tmp_path / "g", facts)).holding(QUESTION)
     with pytest.raises(DataError, match="format 0"):
-        read(Named(tmp_path / "g", facts | {"format": 0}))
+        read(HashFile(tmp_path / "g", facts | {"format": 0}))
     harm(tmp_path / "g")
     with pytest.raises(DataError, match=r"manifest says|missing"):
-        read(Named(tmp_path / "g", facts))
+        read(HashFile(tmp_path / "g", facts))
 
 
 def asked(count: int = 5) -> list[Conversation]:

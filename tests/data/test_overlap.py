@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from outrider.data.overlap import hash_files, near
 from outrider.data.overlap.content import tokens, weights_of
-from outrider.data.overlap.decontaminate import Evaluated
-from outrider.data.overlap.hash_files import Collector, Named, Statements, read
+from outrider.data.overlap.decontaminate import EvaluationPrompts
+from outrider.data.overlap.hash_files import Collector, HashFile, Statements, read
 from outrider.data.overlap.layout_texts import STEP_BY_STEP
 from outrider.data.overlap.near import NearIndex
 from outrider.data.overlap.questions import Questions
@@ -106,14 +106,14 @@ CASES = {
 
 
 def by_text(prompts: list[Prompt], *turns: str) -> set[str]:
-    overlap = Evaluated({"quiz": prompts}).overlap(turns)
+    overlap = EvaluationPrompts({"quiz": prompts}).overlap(turns)
     return set() if overlap is None else {overlap.prompt}
 
 
 def by_hashes(prompts: list[Prompt], path: Path, *turns: str) -> set[str]:
     collected = Collector("prompts")
     collected.add("prompts", turns)
-    stored, questions = read(Named(path, collected.save(path))), Questions({"quiz": prompts})
+    stored, questions = read(HashFile(path, collected.save(path))), Questions({"quiz": prompts})
     return {questions.keys[number][1] for number in stored.questions_in("prompts", questions)}
 
 
@@ -137,7 +137,7 @@ def test_a_text_asks_a_question_or_does_not(case: Case, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_is_word_for_word_is_called_so(name: str, how: str) -> None:
     """Catches a unit of a question that is lost, where its content words alone would still tell."""
-    overlap = Evaluated({"quiz": [Prompt("1", (CASES[name].question,))]}).overlap([CASES[name].training])
+    overlap = EvaluationPrompts({"quiz": [Prompt("1", (CASES[name].question,))]}).overlap([CASES[name].training])
     assert overlap == ("quiz", "1", how)
 
 

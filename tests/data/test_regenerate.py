@@ -18,9 +18,9 @@ import pytest
 from tiny import TEMPLATE, make_folder, make_tokenizer
 
 from outrider import generate, load_drafter
+from outrider.data.answers.dialogue import hash_conversations
 from outrider.data.answers.regenerate import answered, prepare
 from outrider.data.answers.store import ANSWERS, MANIFEST, Answer, answers_for, hash_number, read_answers
-from outrider.data.answers.talks import iterate_asked
 from outrider.data.config import Config
 from outrider.data.rendering import prompt_tokens, render
 from outrider.data.sources.conversations import Conversation, Skipped, read
@@ -43,7 +43,7 @@ def config(**settings: Any) -> Config:
 
 def there(folder: Path, conversations: list[Conversation], **settings: Any) -> int:
     """How many of these conversations have an answer."""
-    hashes = [hash_number(one.prompt_hash) for one in iterate_asked(conversations, config(**settings))]
+    hashes = [hash_number(one.prompt_hash) for one in hash_conversations(conversations, config(**settings))]
     return answered(folder, np.array(hashes, np.uint64))
 
 
@@ -131,7 +131,7 @@ def test_a_full_disk_keeps_what_is_written(talker: TransformersTarget, whole: di
     """Catches a traceback, or a half line that spoils the answers before it."""
     with (
         room_of(40_000),  # the ledger is a file, too
-        pytest.raises(DataError, match=r"can't write answers to .*what is written stays; make room and run again"),
+        pytest.raises(DataError, match=r"can't write answers to .*the answers so far are kept; make room and run"),
     ):
         answer_all(talker, tmp_path)
     known = there(tmp_path, asked())
@@ -298,12 +298,12 @@ def test_a_row_that_the_template_refuses_is_named_or_counted(regenerate, talker,
     rows = [[*TURNS[1:3]], [*TURNS[:3]], [TURNS[1], {"role": "assistant", "content": "two"}]]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"id": i, "messages": row}) + "\n" for i, row in enumerate(rows)))
-    talks, tokenizer = list(read(Config(conversations=str(path)))), make_tokenizer(NO_SYSTEM)
+    dialogues, tokenizer = list(read(Config(conversations=str(path)))), make_tokenizer(NO_SYSTEM)
     with pytest.raises(DataError, match=r"a\.jsonl:2: the target's chat template refuses.*System role not supported"):
-        prepare(talker, tokenizer, talks, tmp_path / "answers", config(regenerate=regenerate))
-    assert there(tmp_path / "answers", talks, regenerate=regenerate) == (0 if regenerate else 1)
+        prepare(talker, tokenizer, dialogues, tmp_path / "answers", config(regenerate=regenerate))
+    assert there(tmp_path / "answers", dialogues, regenerate=regenerate) == (0 if regenerate else 1)
     skipped, settings = Skipped(), config(regenerate=regenerate, skip_bad=True)
-    found = read_answers(prepare(talker, tokenizer, talks, tmp_path / "answers", settings, skipped=skipped))
+    found = read_answers(prepare(talker, tokenizer, dialogues, tmp_path / "answers", settings, skipped=skipped))
     assert sorted(answer.id for answer in found) == ["0", "2"]
     assert [reason.partition(": ")[0] for reason in skipped.reasons] == ["a.jsonl:2"]
 
@@ -316,7 +316,7 @@ TURNS = [
 
 def test_every_turn_is_answered_on_the_target_s_own_answers(talker: TransformersTarget, tmp_path: Path) -> None:
     """Catches a given answer left in the history, a turn that is skipped."""
-    (answer,) = answer_all(talker, tmp_path, [Conversation("talk", TURNS)], length=200, temperature=0.0)
+    (answer,) = answer_all(talker, tmp_path, [Conversation("dialogue", TURNS)], length=200, temperature=0.0)
     said, spans = [TURNS[0]], []
     for turn in (TURNS[1], TURNS[3], TURNS[4]):
         said.append(turn)
@@ -330,10 +330,10 @@ def test_every_turn_is_answered_on_the_target_s_own_answers(talker: Transformers
 
 def test_a_talk_that_outgrows_its_length_keeps_the_answers_it_has(talker: TransformersTarget, tmp_path: Path) -> None:
     """Catches a first answer that is written by the target, thrown away in silence."""
-    talk = Conversation("talk", [{"role": "user", "content": "a"}, {"role": "user", "content": "b" * 60}])
-    first = by_id(answer_all(talker, tmp_path / "one", [Conversation("talk", talk.messages[:1]), *asked(2)]))
-    found = by_id(answer_all(talker, tmp_path / "two", [talk, *asked(2)]))
-    assert found.get("talk") == first["talk"]
+    dialogue = Conversation("dialogue", [{"role": "user", "content": "a"}, {"role": "user", "content": "b" * 60}])
+    first = by_id(answer_all(talker, tmp_path / "one", [Conversation("dialogue", dialogue.messages[:1]), *asked(2)]))
+    found = by_id(answer_all(talker, tmp_path / "two", [dialogue, *asked(2)]))
+    assert found.get("dialogue") == first["dialogue"]
 
 
 def test_a_prompt_without_room_for_an_answer_is_left_out(talker: TransformersTarget, tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_a_prompt_without_room_for_an_answer_is_left_out(talker: TransformersTar
 
 def test_given_answers_are_kept_where_that_is_asked(talker: TransformersTarget, tmp_path: Path) -> None:
     """Catches `regenerate: false` that lets the target answer all the same, or trains on prompts."""
-    talks = [Conversation("t", TURNS), *asked(2)]
-    (answer,) = answer_all(talker, tmp_path, talks, regenerate=False)
+    dialogues = [Conversation("t", TURNS), *asked(2)]
+    (answer,) = answer_all(talker, tmp_path, dialogues, regenerate=False)
     rendered = render(talker.tokenizer, TURNS, 48)
     assert (answer.tokens, answer.learn) == (rendered.tokens, rendered.learn)

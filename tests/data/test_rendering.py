@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from outrider.data.answers.regenerate import prepare
-from outrider.data.answers.store import read_answers, whose
+from outrider.data.answers.store import manifest_for, read_answers
 from outrider.data.config import Config
 from outrider.data.rendering import prompt_tokens, render
 from outrider.data.sources.conversations import Conversation, Skipped
@@ -111,7 +111,7 @@ def test_thinking_shapes_the_answers(talker: TransformersTarget) -> None:
     """Catches answers of two modes in one folder; and older answers that are refused because the setting is new."""
     for given, wanted in ((True, True), ("on", True), (False, False), ("off", False), ("keep", None)):
         assert Config(thinking=given).enable_thinking is wanted
-    kept, on = (whose(talker, talker.tokenizer, Config(thinking=one))["config"] for one in ("keep", "on"))
+    kept, on = (manifest_for(talker, talker.tokenizer, Config(thinking=one))["config"] for one in ("keep", "on"))
     assert on == kept | {"thinking": "on"}
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from outrider.data.answers.ledger import Ledger
 from outrider.data.answers.regenerate import prepare
-from outrider.data.answers.sharing import part, take_in
+from outrider.data.answers.sharing import merge_parts, part_path
 from outrider.data.answers.store import ANSWERS
 from outrider.data.config import Config
 from outrider.data.sources.conversations import Conversation
@@ -74,8 +74,8 @@ def test_what_a_killed_process_wrote_is_used(alone, talker, tmp_path) -> None:
     lines = alone.read_bytes().splitlines(keepends=True)
     prepare(talker, talker.tokenizer, CONVERSATIONS[:1], tmp_path, CONFIG)
     (tmp_path / ANSWERS).write_bytes(b"".join([lines[0], *lines[3:5]]))
-    part(tmp_path, 1).write_bytes(b"".join([*lines[8:14], lines[15][:25]]))
-    part(tmp_path, 2).write_bytes(b"".join(lines[3:5]))
+    part_path(tmp_path, 1).write_bytes(b"".join([*lines[8:14], lines[15][:25]]))
+    part_path(tmp_path, 2).write_bytes(b"".join(lines[3:5]))
     with Ledger(tmp_path) as ledger:
         for number in (5, 15):
             ledger.ask(f"lost {number}", "x", number)
@@ -94,7 +94,7 @@ def test_of_several_one_gets_a_prompt(tmp_path: Path) -> None:
 
 def test_a_damaged_line_of_a_part_is_named(talker: TransformersTarget, tmp_path: Path) -> None:
     """Taken in as it is, so that who reads the file says where."""
-    part(tmp_path, 1).write_bytes(b"{no json}\n")
-    take_in(tmp_path)
+    part_path(tmp_path, 1).write_bytes(b"{no json}\n")
+    merge_parts(tmp_path)
     with pytest.raises(DataError, match=r"answers.jsonl.*1"):
         prepare(talker, talker.tokenizer, CONVERSATIONS, tmp_path, CONFIG)

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from outrider.data.answers.dialogue import hash_conversations
 from outrider.data.answers.store import Answer, hold_out
-from outrider.data.answers.talks import iterate_asked
 from outrider.data.config import Config, Source
-from outrider.data.overlap.decontaminate import Evaluated
+from outrider.data.overlap.decontaminate import EvaluationPrompts
 from outrider.data.sources import manifest, mixture
 from outrider.data.sources.conversations import Conversation, Skipped
 from outrider.data.sources.duplicates import NEAR, SIZE, content_key, near_duplicates
@@ -209,7 +209,7 @@ def test_what_an_evaluation_asks_is_found(text: str, how: str | None) -> None:
         Prompt("4", ("대한민국의 수도는 어디?",)), Prompt("5", ("What is the capital of France?",)),
         Prompt("6", ("...",)), Prompt("7", ("Name the three longest rivers of France by length and flow",)),
     ]  # fmt: skip
-    found = Evaluated({"quiz": prompts}).overlap((text,))
+    found = EvaluationPrompts({"quiz": prompts}).overlap((text,))
     assert (None if found is None else found.how) == how
     if found is not None:
         assert found.task == "quiz"
@@ -219,27 +219,27 @@ def test_what_many_prompts_share_does_not_count() -> None:
     """Catches a whole source that is thrown away since it has the instruction which all prompts of a task have."""
     common = "please reason step by step and put your final answer within a box at the end"
     prompts = [Prompt(str(i), (f"{sentence(WORDS, i, 5)} {common}",)) for i in range(30)]
-    evaluated = Evaluated({"quiz": prompts})
+    evaluated = EvaluationPrompts({"quiz": prompts})
     assert evaluated.overlap((f"{sentence(KOREAN, 1, 9)} {common}",)) is None
     assert evaluated.overlap((prompts[3].questions[0],)) == ("quiz", "3", "whole")
     for few in (2, 3, 5):
-        assert Evaluated({"quiz": prompts[:few]}).overlap((f"other {common}",)) is None
-    assert Evaluated({}).overlap(("x",)) is None
+        assert EvaluationPrompts({"quiz": prompts[:few]}).overlap((f"other {common}",)) is None
+    assert EvaluationPrompts({}).overlap(("x",)) is None
 
 
 def test_only_the_first_turn_is_compared_as_a_short_whole() -> None:
-    """Catches talks that are thrown away for a `go on` that every talk has."""
-    evaluated = Evaluated({"quiz": [Prompt("1", ("go on",))]})
+    """Catches dialogues that are thrown away for a `go on` that every dialogue has."""
+    evaluated = EvaluationPrompts({"quiz": [Prompt("1", ("go on",))]})
     assert evaluated.overlap(("tell me of apples", "go on")) is None
     assert evaluated.overlap(("Go on!", "x")) == ("quiz", "1", "whole")
-    later = Evaluated({"quiz": [Prompt("1", (LONG,))]}).overlap(("hello", f"Please answer. {LONG}"))
+    later = EvaluationPrompts({"quiz": [Prompt("1", (LONG,))]}).overlap(("hello", f"Please answer. {LONG}"))
     assert later == ("quiz", "1", "whole"), "a long prompt is found in every turn"
 
 
 def test_contaminated_conversations_are_left_out_and_named(tmp_path: Path) -> None:
     """Catches a drafter that is measured on what it was trained on, and a report that does not say what was dropped."""
     path = write(tmp_path / "a.jsonl", ["harmless one", LONG, "harmless two"])
-    evaluated = Evaluated({"quiz": [Prompt("7", (LONG,))]})
+    evaluated = EvaluationPrompts({"quiz": [Prompt("7", (LONG,))]})
     found = select(Config(conversations=str(path)), evaluated=evaluated)
     assert texts_of(found) == ["harmless one", "harmless two"]
     assert found.left_out == {"contaminated": 1}
@@ -271,7 +271,7 @@ def test_the_manifest_says_what_went_in(tmp_path: Path) -> None:
 
 
 def test_conversations_that_begin_alike_are_on_one_side() -> None:
-    """Catches a log that has a talk once for each of its turns, of which one is held out and the others train."""
+    """Catches a log that has a dialogue once for each of its turns, of which one is held out and the others train."""
     draw = np.random.default_rng(1)
     hashes = draw.integers(0, 2**64, 400, dtype=np.uint64)
     openings = np.repeat(draw.integers(0, 2**64, 100, dtype=np.uint64), 4)
@@ -297,18 +297,18 @@ def test_conversations_that_begin_alike_are_on_one_side() -> None:
 def test_hashes_of_prompts_are_known_without_their_texts(regenerate: bool, tmp_path: Path) -> None:
     """Catches answers that belong to no prompt of a run: hashes of the first reading that are not those of the second,
     where texts, ids, or both come twice, in two sources, with and without tools."""
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    dialogue = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows = [
         {"id": "x", "prompt": "one"}, {"id": "x", "prompt": "one"}, {"id": "x", "prompt": "two"}, {"prompt": "same"},
-        {"prompt": "same"}, {"prompt": "same"}, {"id": "y", "messages": talk}, {"messages": talk},
-        {"messages": talk, "tools": [{"type": "function", "function": {"name": "f"}}]}, {"prompt": "날씨는?"},
+        {"prompt": "same"}, {"prompt": "same"}, {"id": "y", "messages": dialogue}, {"messages": dialogue},
+        {"messages": dialogue, "tools": [{"type": "function", "function": {"name": "f"}}]}, {"prompt": "날씨는?"},
     ]  # fmt: skip
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     both = [{"path": str(tmp_path / name)} for name in ("a.jsonl", "b.jsonl")]
     config = Config(sources=both, regenerate=regenerate, count=17)
     found = select(config)
-    asked = list(iterate_asked(found, config))
+    asked = list(hash_conversations(found, config))
     assert len(asked) == 17 and len({one.prompt_hash for one in asked}) == 17
     assert sorted(found.prompt_hashes.tolist()) == sorted(int(one.prompt_hash, 16) for one in asked)
     beginning = dict(zip(found.prompt_hashes.tolist(), found.openings.tolist(), strict=True))
@@ -325,7 +325,7 @@ def test_what_the_held_out_source_asks_never_trains(tmp_path: Path) -> None:
     """Catches a held-out prompt that also trains, and one that is lost to a duplicate, a count or an evaluation."""
     for settings in ({}, {"count": 7}, {"deduplicate": "exact"}, {"deduplicate": "near"}):
         config = with_held_out(tmp_path, ["x0", "a3", "x1"], **settings)
-        found = select(config, evaluated=Evaluated({"t": [TaskPrompt("one", ("x0",))]}))
+        found = select(config, evaluated=EvaluationPrompts({"t": [TaskPrompt("one", ("x0",))]}))
         texts, hashes = texts_of(found), found.held_out_hashes
         assert len(hashes) == 3
         assert {"x0", "a3", "x1"} <= set(texts)

@@ -1,4 +1,4 @@
-"""The answers in a Batch's output file, found by their `custom_id` without holding the file."""
+"""The answers in a Batch's output file, looked up by `custom_id` without loading the file."""
 
 import hashlib
 import json
@@ -14,11 +14,12 @@ from outrider.errors import DataError
 
 
 class BatchAnswers:
-    """An output file, and where each answer stands in it: 16 bytes of memory an answer."""
+    """An output file and the offset of each answer in it: 16 bytes of memory per answer."""
 
     def __init__(self, path: str):
         self._path = Path(path).expanduser()
-        keys, offsets, offset = array("Q"), array("Q"), 0
+        keys, offsets = array("Q"), array("Q")
+        offset = 0
         try:
             self._file = self._path.open("rb")
             for number, line in enumerate(self._file, 1):
@@ -34,9 +35,9 @@ class BatchAnswers:
         self._offsets = np.asarray(offsets, np.uint64)[order]
 
     def joined(self, row: Any, name: str) -> Any:
-        """A row of the Batch's input with the answer to it.  Raises DataError for a row that has none."""
+        """A row of the Batch's input joined with its answer.  Raises DataError for a row without one."""
         if not isinstance(row, Mapping) or "custom_id" not in row:
-            raise DataError(f"{name}: a row of a Batch has a custom_id, and its answer is found by it; {SKIP}")
+            raise DataError(f"{name}: a row of a Batch needs a custom_id, to look up its answer; {SKIP}")
         at = int(np.searchsorted(self._keys, np.uint64(_key(row["custom_id"]))))
         if at < len(self._keys):
             self._file.seek(int(self._offsets[at]))
@@ -50,7 +51,7 @@ class BatchAnswers:
             row = json.loads(line)
             if isinstance(row, Mapping) and isinstance(row["custom_id"], str):
                 return row
-            problem = "a custom_id is wanted"
+            problem = "it needs a custom_id that is a string"
         except (ValueError, KeyError, RecursionError) as error:
             problem = str(error)
         raise DataError(f"{self._path}, line {number} is not the output of a Batch ({problem}); correct the file")

@@ -1,10 +1,10 @@
-"""What became of every prompt: answered, failed or skipped, and by whom; SQLite beside the answers.
+"""The status of every prompt (answered, failed, skipped), and which server answered it, in SQLite.
 
-    answers.sqlite   a row a prompt, by the hash of its content
+    answers.sqlite   one row per prompt, keyed by the hash of its content
 
-The lines of answers.jsonl are what counts.  A prompt is entered as answered before its line is written, so a killed run
-may leave an entry without a line: `reconcile` opens it again.  Of all prompts that a run was given, answered, failed,
-skipped, taken and open ones add up to the whole.
+answers.jsonl is authoritative.  A prompt is marked as answered before its line is written, so a killed run may leave an
+entry without a line, which `reconcile` reopens.  Every prompt of a run is either answered, failed, skipped, taken or
+open.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outrider.errors import DataError
 LEDGER = "answers.sqlite"
 FORMAT = 1
 Status = Literal["open", "taken", "answered", "failed", "skipped"]
-"""`taken`: a process is at it."""
+"""`taken`: a process is answering it."""
 STATUSES: tuple[Status, ...] = ("open", "taken", "answered", "failed", "skipped")
 TABLE = """
 CREATE TABLE IF NOT EXISTS prompts (
@@ -41,24 +41,24 @@ EMPTY = "reason = NULL, finish_reason = NULL, tokens = NULL, tokens_from = NULL,
 
 
 class Origin(NamedTuple):
-    """Who wrote an answer."""
+    """Where an answer comes from."""
 
     tokens_from: Literal["target", "ids", "text"] = "target"
-    """The target here; a server, as token ids; or a server, as text that was tokenised here."""
+    """The local target; a server that sent token ids; or a server that sent text, which was tokenised here."""
     server: str | None = None
     model: str | None = None
     attempts: int = 1
-    """How often its prompt was asked."""
+    """Number of requests for its prompt."""
 
 
 class Ledger:
-    """The prompts of a folder, for the process with the folder's lock, and for others that it shares them with."""
+    """The prompts of a folder, used by the process that holds the folder's lock and by its helper processes."""
 
     def __init__(self, folder: Path):
-        """Raises DataError for a file that is not a ledger of this format."""
+        """Raises DataError for a file of another format."""
         self.path = folder / LEDGER
         with self.reported():
-            # autocommit: transactions begin where they are asked for
+            # autocommit: transactions are explicit
             self._db = sqlite3.connect(self.path, isolation_level=None, timeout=30)
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             if version not in (0, FORMAT):
@@ -66,7 +66,7 @@ class Ledger:
                 raise DataError(
                     f"{self.path} has format {version}, but this Outrider reads {FORMAT}; delete it, the answers stay"
                 )
-            # a killed process loses no entry, a power failure the last ones, which `reconcile` opens again
+            # a killed process loses no entry; a power failure loses the last ones, which `reconcile` reopens
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.execute(TABLE)
@@ -83,7 +83,7 @@ class Ledger:
 
     @contextmanager
     def reported(self) -> Iterator[None]:
-        """A file that is not SQLite's is said with its remedy; a full disk is an OSError, as of any other file."""
+        """Report a damaged database as DataError; a full disk as OSError, as for any other file."""
         try:
             yield
         except sqlite3.OperationalError as error:
@@ -93,21 +93,21 @@ class Ledger:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of what is done within, or nothing."""
+        """Commit everything done inside, or nothing if it raises."""
         with self.reported():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
             except BaseException:
-                if self._db.in_transaction:  # a full disk has ended it already
+                if self._db.in_transaction:  # a full disk ends it by itself
                     self._db.execute("ROLLBACK")
                 raise
             self._db.execute("COMMIT")
 
-    # ── before the first answer ───────────────────────────────────────────────────────────────────────────────────────
+    # ── setup ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def reconcile(self, lines: Iterable[tuple[str, str]]) -> None:
-        """Go by the lines that there are, (prompt hash, id) each; no prompt is one of a run yet."""
+        """Make the entries match the lines of answers.jsonl, (prompt hash, id) each, and clear all positions."""
         execute = self._db.execute
         execute("CREATE TEMP TABLE IF NOT EXISTS written (prompt_hash TEXT PRIMARY KEY, id TEXT) WITHOUT ROWID")
         execute("DELETE FROM written")
@@ -124,7 +124,7 @@ class Ledger:
         execute("DROP TABLE written")
 
     def ask(self, prompt_hash: str, name: str, position: int) -> Status:
-        """Enter a prompt of this run; whether it is open or answered."""
+        """Enter a prompt of this run; returns its status."""
         self._db.execute(
             "INSERT INTO prompts (prompt_hash, id, position) VALUES (?, ?, ?) "
             "ON CONFLICT DO UPDATE SET id = excluded.id, position = excluded.position",
@@ -135,24 +135,24 @@ class Ledger:
     # ── one prompt ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def status(self, prompt_hash: str) -> Status:
-        """What became of a prompt so far; `open` for one that is not known."""
+        """The status of a prompt; `open` if it is unknown."""
         row = self._db.execute("SELECT status FROM prompts WHERE prompt_hash = ?", (prompt_hash,)).fetchone()
-        found: Status = "open" if row is None else row[0]
-        return found
+        status: Status = "open" if row is None else row[0]
+        return status
 
     def take(self, prompt_hash: str) -> bool:
-        """Whether an open prompt is this process's from here on; of several that ask, one gets it."""
+        """Take an open prompt for this process; False if it is not open.  Only one process succeeds."""
         with self.reported():
             query = "UPDATE prompts SET status = 'taken' WHERE prompt_hash = ? AND status = 'open'"
             return self._db.execute(query, (prompt_hash,)).rowcount == 1
 
     def position(self, prompt_hash: str) -> int | None:
-        """Its number among the prompts of this run; None where it is another run's."""
+        """Its index among the prompts of this run; None if it belongs to another run."""
         row = self._db.execute("SELECT position FROM prompts WHERE prompt_hash = ?", (prompt_hash,)).fetchone()
         return None if row is None else row[0]
 
     def answer(self, prompt_hash: str, tokens: int, finish_reason: str | None, origin: Origin) -> None:
-        """Enter an answer of so many tokens.  Its line is written next."""
+        """Mark a prompt as answered; call before its line is written.  tokens: number of generated tokens."""
         with self.reported():
             self._db.execute(
                 "UPDATE prompts SET status = 'answered', reason = NULL, finish_reason = ?, tokens = ?, "
@@ -161,11 +161,11 @@ class Ledger:
             )
 
     def fail(self, prompt_hash: str, reason: str, attempts: int) -> None:
-        """No server answers it; the next run asks again."""
+        """No server answered the prompt; the next run tries again."""
         self._close("failed", prompt_hash, reason, attempts)
 
     def skip(self, prompt_hash: str, reason: str) -> None:
-        """It can't be asked."""
+        """The prompt can't be answered."""
         self._close("skipped", prompt_hash, reason, 0)
 
     def _close(self, status: Status, prompt_hash: str, reason: str, attempts: int) -> None:
@@ -178,12 +178,12 @@ class Ledger:
     # ── all of them ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def counts(self) -> dict[Status, int]:
-        """How many of this run's prompts are open, taken, answered, failed and skipped; they add up to all of them."""
+        """Number of this run's prompts by status; they add up to all prompts."""
         query = "SELECT status, count(*) FROM prompts WHERE position IS NOT NULL GROUP BY status"
         return dict.fromkeys(STATUSES, 0) | dict(self._db.execute(query).fetchall())
 
     def facts(self) -> dict[str, int]:
-        """`retokenised` and `truncated`: answers of this run that came as text, and that ended for want of room."""
+        """`retokenised`: answers of this run that came as text.  `truncated`: answers that reached the length limit."""
         row = self._db.execute(
             "SELECT count(*) FILTER (WHERE tokens_from = 'text'), count(*) FILTER (WHERE finish_reason = 'length') "
             "FROM prompts WHERE position IS NOT NULL AND status = 'answered'"
@@ -191,7 +191,7 @@ class Ledger:
         return dict(zip(("retokenised", "truncated"), row, strict=True))
 
     def reasons(self, status: Status, count: int = 3) -> list[str]:
-        """Why prompts failed or were skipped: the most frequent reasons first, each with its number of prompts."""
+        """Why prompts failed or were skipped: the most frequent reasons first, with their numbers of prompts."""
         rows = self._db.execute(
             "SELECT reason, count(*) FROM prompts WHERE position IS NOT NULL AND status = ? "
             "GROUP BY reason ORDER BY count(*) DESC, reason LIMIT ?",
@@ -200,6 +200,6 @@ class Ledger:
         return [reason if number == 1 else f"{reason} ({number} prompts)" for reason, number in rows]
 
     def servers(self) -> dict[str, int]:
-        """Answers of this run by the server that wrote them."""
+        """Number of answers of this run by server."""
         query = "SELECT server, count(*) FROM prompts WHERE position IS NOT NULL AND server IS NOT NULL GROUP BY server"
         return dict(self._db.execute(query).fetchall())

@@ -1,7 +1,6 @@
-"""The target answers the prompts, here a batch of slots at a time, or on servers; every finished conversation is
-written at once.
+"""The target answers the prompts, in local batches or on servers; every finished conversation is written at once.
 
-A crash loses only unfinished answers, and none is written twice; a torn last line is cut off.
+A crash loses only unfinished answers, and no answer is written twice; an incomplete last line is cut off.
 """
 
 import json
@@ -14,23 +13,23 @@ from typing import Any
 import numpy as np
 
 from outrider.data.answers import servers
+from outrider.data.answers.dialogue import Dialogue, HashedConversation, hash_conversations
 from outrider.data.answers.ledger import Ledger
-from outrider.data.answers.record import OnAnswer, Record
-from outrider.data.answers.sharing import Together, part, take_in
+from outrider.data.answers.sharing import ProcessGroup, merge_parts, part_path
 from outrider.data.answers.store import (
     ANSWERS,
     Answer,
-    agreed,
     checker,
     hash_number,
     iterate_answers,
     keep_hashes,
-    manifest_of,
+    manifest_for,
     put_in_order,
-    whose,
+    read_manifest,
+    with_known_weights,
     write_manifest,
 )
-from outrider.data.answers.talks import Asked, Talk, iterate_asked
+from outrider.data.answers.writer import AnswerWriter, OnAnswer
 from outrider.data.config import Config
 from outrider.data.rendering import check_template, render
 from outrider.data.sources.conversations import Conversation, Skipped, at_place
@@ -46,51 +45,53 @@ from outrider.targets.protocol import Target
 from outrider.targets.text.prompts import refuse_unembedded
 
 WAVE = 4096
-"""Conversations that are in memory at the same time."""
+"""Maximum number of conversations in memory."""
 SHARED_WAVE = 4
-"""Conversations for each slot that one of several processes takes at a time."""
+"""Conversations per slot that one of several processes takes at a time."""
 
 
 def prepare(
     target: Target, tokenizer: Any, conversations: Iterable[Conversation], folder: str | Path, config: Config,
     drafter: Drafter | None = None, on_answer: OnAnswer | None = None, skipped: Skipped | None = None,
-    processes: Together = ALONE, held_out: Collection[int] = (),
+    processes: ProcessGroup = ALONE, held_out: Collection[int] = (),
 ) -> Path:  # fmt: skip
-    """Write the answers of all conversations that have none yet; returns the file.
+    """Answer all conversations that are not answered yet; returns the file of answers.
 
-    conversations: read once, and never held as a whole: a file in the folder has them meanwhile.
+    conversations: read once and spooled to a file, never all in memory.
     drafter: changes the speed, not the text.
-    on_answer: gets the number of these conversations that are answered, and the newest answer.
-    skipped: gets what the chat template refuses, with `config.skip_bad`.
-    processes: that share the prompts, each of which calls this; the first one brings their answers together.
+    on_answer: called with the number of answered conversations and the newest answer.
+    skipped: with `config.skip_bad`, collects the conversations that the chat template refuses.
+    processes: the processes that share the prompts and all call this; the first one merges their answers.
     held_out: `hash_number` of prompts whose answers never train; the n-gram hashes leave them out.
-    Raises DataError where the folder holds answers of another target, sampling or template, or another process writes
-    there, with file and line for a conversation that the chat template refuses, and where no server answers.
+    Raises DataError if the folder has answers of another target, sampling or template; if another process writes to
+    it; if the chat template refuses a conversation (with file and line); and if no server answers.
     """
-    folder, path, skipped = Path(folder), Path(folder, ANSWERS), Skipped() if skipped is None else skipped
+    folder = Path(folder)
+    path = folder / ANSWERS
+    skipped = Skipped() if skipped is None else skipped
+    on_answer = on_answer or (lambda *_: None)
     busy = DataError(f"another process is writing answers to {folder}; wait for it, or name another prepare.folder")
-    tell = on_answer or (lambda *_: None)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if processes.rank:
-            _help(target, tokenizer, conversations, folder, config, drafter, tell, skipped, processes)
+            _help(target, tokenizer, conversations, folder, config, drafter, on_answer, skipped, processes)
             return path
         with held(folder, busy), Ledger(folder) as ledger, ledger.reported(), Spool(folder) as spool:
-            mine = agreed(whose(target, tokenizer, config), manifest_of(folder))
-            take_in(folder)  # what a stopped run's other processes wrote
-            _enter(ledger, spool, folder, tokenizer, target, conversations, config, mine, skipped)
-            processes.gather(None)  # from here on the others take prompts
+            manifest = with_known_weights(manifest_for(target, tokenizer, config), read_manifest(folder))
+            merge_parts(folder)  # left by the other processes of a stopped run
+            _enter(ledger, spool, folder, tokenizer, target, conversations, config, manifest, skipped)
+            processes.gather(None)  # now the others may take prompts
             with path.open("a", encoding="utf-8") as file:
                 done, is_shared = ledger.counts()["answered"], processes.count > 1
-                record = Record(file, ledger, content_hash(mine), done, tell, skipped, is_shared)
-                _answer_all(target, tokenizer, _open(spool, ledger, is_shared), config, drafter, record)
+                writer = AnswerWriter(file, ledger, content_hash(manifest), done, on_answer, skipped, is_shared)
+                _answer_all(target, tokenizer, _open(spool, ledger, is_shared), config, drafter, writer)
             processes.gather(None)  # all prompts are answered
-            take_in(folder)
+            merge_parts(folder)
             put_in_order(path, ledger.position)
             if config.ngram_hashes:
                 keep_hashes(folder, target, _prompts(spool, ledger, held_out), held_out)
     except OSError as error:
-        why = f"{error.strerror or error}; what is written stays; make room and run again"
+        why = f"{error.strerror or error}; the answers so far are kept; make room and run again"
         raise DataError(f"can't write answers to {folder}: {why}") from error
     processes.gather(None)  # the others may read the file
     return path
@@ -98,44 +99,44 @@ def prepare(
 
 def _help(
     target: Target, tokenizer: Any, conversations: Iterable[Conversation], folder: Path, config: Config,
-    drafter: Drafter | None, on_answer: OnAnswer, skipped: Skipped, processes: Together,
+    drafter: Drafter | None, on_answer: OnAnswer, skipped: Skipped, processes: ProcessGroup,
 ) -> None:  # fmt: skip
-    """In a process after the first: answer prompts that no other has taken, into a file of its own."""
+    """In a process other than the first: answer prompts that no process has taken, into a separate file."""
     processes.gather(None)
     if config.regenerate and not config.servers:  # else one process is enough
-        mine = agreed(whose(target, tokenizer, config), manifest_of(folder))
-        with Ledger(folder) as ledger, ledger.reported(), part(folder, processes.rank).open("a") as file:
-            record = Record(file, ledger, content_hash(mine), 0, on_answer, skipped, is_shared=True)
-            asked = iterate_asked(conversations, config)
-            _answer_all(target, tokenizer, _open(asked, ledger, is_shared=True), config, drafter, record)
+        manifest = with_known_weights(manifest_for(target, tokenizer, config), read_manifest(folder))
+        with Ledger(folder) as ledger, ledger.reported(), part_path(folder, processes.rank).open("a") as file:
+            writer = AnswerWriter(file, ledger, content_hash(manifest), 0, on_answer, skipped, is_shared=True)
+            prompts = hash_conversations(conversations, config)
+            _answer_all(target, tokenizer, _open(prompts, ledger, is_shared=True), config, drafter, writer)
     processes.gather(None)  # all prompts are answered
-    processes.gather(None)  # and brought together
+    processes.gather(None)  # and merged
 
 
-# ── before the first answer ───────────────────────────────────────────────────────────────────────────────────────────
+# ── setup ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _enter(
     ledger: Ledger, spool: Spool, folder: Path, tokenizer: Any, target: Target, conversations: Iterable[Conversation],
-    config: Config, mine: dict[str, Any], skipped: Skipped,
+    config: Config, manifest: dict[str, Any], skipped: Skipped,
 ) -> None:  # fmt: skip
-    """Bring the ledger up to date: the lines that there are, and this run's prompts, which the spool gets too.
+    """Enter the existing answers and this run's prompts into the ledger, and spool the prompts.
 
     Raises DataError for a prompt that the chat template refuses, unless `config.skip_bad`.
     """
-    theirs = manifest_of(folder)
-    for _ in whole_lines(folder / ANSWERS):  # cuts off a torn last line
+    stored = read_manifest(folder)
+    for _ in whole_lines(folder / ANSWERS):  # cuts off an incomplete last line
         pass
     with ledger.transaction():
-        # where answers.json is lost, the answers' settings_hash is compared
-        ledger.reconcile(_lines(folder, target.spec.vocabulary, checker(folder, mine, theirs or mine)))
-        for position, one in enumerate(iterate_asked(conversations, config)):
-            spool.add(one)
-            status = ledger.ask(one.prompt_hash, one.conversation.id, position)
-            if status == "open" and config.regenerate:  # given answers are checked when they are rendered
-                _check(tokenizer, target.spec.vocabulary, one, config, ledger, skipped)
-    if theirs != mine:
-        write_manifest(folder, mine)
+        # if answers.json is lost, the answers' settings_hash is compared
+        ledger.reconcile(_lines(folder, target.spec.vocabulary, checker(folder, manifest, stored or manifest)))
+        for position, prompt in enumerate(hash_conversations(conversations, config)):
+            spool.add(prompt)
+            status = ledger.ask(prompt.prompt_hash, prompt.conversation.id, position)
+            if status == "open" and config.regenerate:  # a source's own answers are checked when they are rendered
+                _check(tokenizer, target.spec.vocabulary, prompt, config, ledger, skipped)
+    if stored != manifest:
+        write_manifest(folder, manifest)
 
 
 def _lines(folder: Path, vocabulary: int, check: Callable[[int, Answer], None]) -> Iterator[tuple[str, str]]:
@@ -147,107 +148,119 @@ def _lines(folder: Path, vocabulary: int, check: Callable[[int, Answer], None]) 
 
 
 def _check(
-    tokenizer: Any, vocabulary: int, one: Asked, config: Config, ledger: Ledger, skipped: Skipped
+    tokenizer: Any, vocabulary: int, prompt: HashedConversation, config: Config, ledger: Ledger, skipped: Skipped
 ) -> None:  # fmt: skip
     try:
-        check_template(tokenizer, one.conversation, config.enable_thinking)
-        with at_place(one.conversation):
-            refuse_unembedded((message["content"] for message in one.questions), tokenizer, vocabulary)
+        check_template(tokenizer, prompt.conversation, config.enable_thinking)
+        with at_place(prompt.conversation):
+            refuse_unembedded((message["content"] for message in prompt.questions), tokenizer, vocabulary)
     except DataError as error:
         if not config.skip_bad:
             raise
         skipped.reasons.append(str(error))
-        ledger.skip(one.prompt_hash, str(error))
+        ledger.skip(prompt.prompt_hash, str(error))
 
 
-def _open(asked: Iterable[Asked], ledger: Ledger, is_shared: bool) -> Iterator[Asked]:
-    """Prompts that have no answer yet and were not skipped; of those that processes share, what this one takes."""
+def _open(prompts: Iterable[HashedConversation], ledger: Ledger, is_shared: bool) -> Iterator[HashedConversation]:
+    """Prompts that are neither answered nor skipped; if processes share them, those that this process takes."""
     if is_shared:
-        return (one for one in asked if ledger.take(one.prompt_hash))
-    return (one for one in asked if ledger.status(one.prompt_hash) == "open")
+        return (prompt for prompt in prompts if ledger.take(prompt.prompt_hash))
+    return (prompt for prompt in prompts if ledger.status(prompt.prompt_hash) == "open")
 
 
-def _prompts(asked: Iterable[Asked], ledger: Ledger, held_out: Collection[int]) -> Iterator[list[str]]:
+def _prompts(prompts: Iterable[HashedConversation], ledger: Ledger, held_out: Collection[int]) -> Iterator[list[str]]:
     """The texts of each prompt that has an answer to train on."""
-    for one in asked:
-        if hash_number(one.prompt_hash) not in held_out and ledger.status(one.prompt_hash) == "answered":
-            yield [message["content"] for message in one.questions]
+    for prompt in prompts:
+        if hash_number(prompt.prompt_hash) not in held_out and ledger.status(prompt.prompt_hash) == "answered":
+            yield [message["content"] for message in prompt.questions]
 
 
 # ── the answers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _answer_all(
-    target: Target, tokenizer: Any, unanswered: Iterator[Asked], config: Config, drafter: Drafter | None, record: Record
+    target: Target,
+    tokenizer: Any,
+    unanswered: Iterator[HashedConversation],
+    config: Config,
+    drafter: Drafter | None,
+    writer: AnswerWriter,
 ) -> None:
     if not config.regenerate:
-        _take_given(target, tokenizer, unanswered, config, record)
+        _keep_answers(target, tokenizer, unanswered, config, writer)
     elif config.servers:
-        servers.answer_all(target, tokenizer, unanswered, config, record)
+        servers.answer_all(target, tokenizer, unanswered, config, writer)
     else:
-        most = SHARED_WAVE * config.slots if record.is_shared else WAVE
-        while wave := list(islice(unanswered, most)):
-            for answer in _answers(target, tokenizer, wave, config, drafter, record):
-                record.answer(answer)
+        size = SHARED_WAVE * config.slots if writer.is_shared else WAVE
+        while wave := list(islice(unanswered, size)):
+            for answer in _answers(target, tokenizer, wave, config, drafter, writer):
+                writer.answer(answer)
 
 
-def _take_given(
-    target: Target, tokenizer: Any, unanswered: Iterable[Asked], config: Config, record: Record
+def _keep_answers(
+    target: Target, tokenizer: Any, unanswered: Iterable[HashedConversation], config: Config, writer: AnswerWriter
 ) -> None:  # fmt: skip
-    """Write the conversations' own answers, rendered."""
-    for one in unanswered:
+    """Write the answers that the conversations already have, rendered."""
+    for prompt in unanswered:
+        conversation = prompt.conversation
         try:
-            with at_place(one.conversation):
-                texts = (message["content"] for message in one.conversation.messages)
+            with at_place(conversation):
+                texts = (message["content"] for message in conversation.messages)
                 refuse_unembedded(texts, tokenizer, target.spec.vocabulary)
                 tokens, learn, unstable = render(
-                    tokenizer, one.conversation.messages, config.length, config.enable_thinking, one.conversation.tools
+                    tokenizer, conversation.messages, config.length, config.enable_thinking, conversation.tools
                 )
         except DataError as error:
             if not config.skip_bad:
                 raise
-            record.skipped.reasons.append(str(error))
-            record.skip(one.prompt_hash, str(error))
+            writer.skipped.reasons.append(str(error))
+            writer.skip(prompt.prompt_hash, str(error))
             continue
-        record.skipped.unstable += unstable
+        writer.skipped.unstable += unstable
         if learn:
-            record.answer(Answer(one.conversation.id, tokens, learn, prompt_hash=one.prompt_hash))
+            writer.answer(Answer(conversation.id, tokens, learn, prompt_hash=prompt.prompt_hash))
         else:
-            record.skip(one.prompt_hash, f"it has no answer within {config.length} tokens")
+            writer.skip(prompt.prompt_hash, f"it has no answer within {config.length} tokens")
 
 
 def _answers(
-    target: Target, tokenizer: Any, unanswered: list[Asked], config: Config, drafter: Drafter | None, record: Record
+    target: Target,
+    tokenizer: Any,
+    unanswered: list[HashedConversation],
+    config: Config,
+    drafter: Drafter | None,
+    writer: AnswerWriter,
 ) -> Iterator[Answer]:
     """The target's answers, each as soon as its conversation is over."""
-    talks = [Talk(one) for one in unanswered]
-    while talks:
-        asked = []
-        for talk in talks:
-            if talk.ask(tokenizer, config, target.spec.context):
-                asked.append(talk)
+    dialogues = [Dialogue(prompt) for prompt in unanswered]
+    while dialogues:
+        active = []
+        for dialogue in dialogues:
+            if dialogue.ask(tokenizer, config, target.spec.context):
+                active.append(dialogue)
             else:
-                record.no_room(talk, config, target.spec.context)
-        answers: list[list[int]] = [[] for _ in asked]
-        for progress in serve(target, [talk.request(config) for talk in asked], drafter, slots=config.slots):
-            talk, answer = asked[progress.request], answers[progress.request]
+                writer.no_room(dialogue, config, target.spec.context)
+        answers: list[list[int]] = [[] for _ in active]
+        for progress in serve(target, [dialogue.request(config) for dialogue in active], drafter, slots=config.slots):
+            dialogue, answer = active[progress.request], answers[progress.request]
             answer += progress.tokens
             if progress.finish_reason is not None:
-                talk.add_answer(answer, target.decode(answer))
-                if talk.over:  # yielded as soon as its last answer ends
-                    yield talk.answer(progress.finish_reason)
-        talks = [talk for talk in asked if not talk.over]
+                dialogue.add_answer(answer, target.decode(answer))
+                if dialogue.is_over:
+                    yield dialogue.answer(progress.finish_reason)
+        dialogues = [dialogue for dialogue in active if not dialogue.is_over]
 
 
 # ── counts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def answered(folder: Path, hashes: np.ndarray) -> int:
-    """How many of these prompts, [n] uint64, have an answer in the folder; another process may be writing more."""
-    known = array("Q")
+    """How many of these prompts, [n] uint64, have an answer in the folder; another process may be adding more."""
+    answered_hashes = array("Q")
     try:
         with (folder / ANSWERS).open("rb") as file:
-            known.extend(hash_number(json.loads(line).get("prompt_hash")) for line in file if line.endswith(b"\n"))
+            lines = (line for line in file if line.endswith(b"\n"))
+            answered_hashes.extend(hash_number(json.loads(line).get("prompt_hash")) for line in lines)
     except (FileNotFoundError, ValueError, AttributeError):  # `prepare` names the damaged line
         return 0
-    return int(np.isin(hashes, np.array(known, np.uint64)).sum())
+    return int(np.isin(hashes, np.array(answered_hashes, np.uint64)).sum())

@@ -1,1 +1,1 @@
-"""The target's states of its answers: computed as they are needed, kept on disk, or sent by other processes."""
+"""The target's states of its answers: computed on demand, cached on disk, or sent by other processes."""

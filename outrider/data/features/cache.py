@@ -25,7 +25,7 @@ from torch import Tensor
 from outrider.data.answers.store import Answer
 from outrider.data.features import encodings
 from outrider.data.features import shards as feature_shards
-from outrider.data.features.shards import Layout, key_of, name_of
+from outrider.data.features.shards import ShardLayout, key_of, name_of
 from outrider.errors import DataError
 from outrider.nn import draft_model
 from outrider.nn.top_logprobs import TopLogprobs
@@ -233,7 +233,7 @@ def _tidy(folder: Path) -> None:
             claim.release()
 
 
-def _collected(rows: Layout, states: States) -> tuple[Tensor, Tensor]:
+def _collected(rows: ShardLayout, states: States) -> tuple[Tensor, Tensor]:
     """Taps [R, T, H] and final states [R', H] of a shard's rows, from one pass over its texts."""
     new, starts = rows.new, rows.starts.tolist()
     taps: Tensor | None = None
@@ -274,7 +274,7 @@ class _Writer:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown()
 
-    def put(self, name: str, rows: Layout, taps: Tensor, hidden: Tensor, claim: Claim) -> None:
+    def put(self, name: str, rows: ShardLayout, taps: Tensor, hidden: Tensor, claim: Claim) -> None:
         """Queue a shard once the previous one is written; raises the error of the previous one."""
         try:
             self.finish()
@@ -291,7 +291,7 @@ class _Writer:
             last.result()
 
     @torch.no_grad()
-    def _write(self, name: str, rows: Layout, taps: Tensor, hidden: Tensor, claim: Claim) -> None:
+    def _write(self, name: str, rows: ShardLayout, taps: Tensor, hidden: Tensor, claim: Claim) -> None:
         try:
             keys = [key_of(text, self.binding.only_learnt) for text in rows.texts]
             facts = {"encoding": self.binding.encoding, "hidden": hidden.shape[1]}

@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from outrider.data.answers.store import Answer
-from outrider.data.batches import OfTexts
+from outrider.data.batches import TextFeatures
 from outrider.data.features import cache, encodings
 from outrider.data.features import shards as feature_shards
-from outrider.data.features.ahead import Ahead
 from outrider.data.features.cache import Binding, States
 from outrider.data.features.live import states_of
-from outrider.data.features.shards import Shard, Stored, key_of
-from outrider.data.overlap.hash_files import Named
-from outrider.data.texts import BUFFER, Texts, usable
+from outrider.data.features.prefetch import Prefetcher
+from outrider.data.features.shards import Shard, TextStates, key_of
+from outrider.data.overlap.hash_files import HashFile
+from outrider.data.texts import BUFFER, CutAnswers, Texts
 from outrider.errors import DataError
 from outrider.nn.draft_model import Batch, Manifest
 from outrider.targets.protocol import Target
@@ -34,13 +34,13 @@ OTHER_KERNELS = 0.05
 """Additional relative error of states computed by an engine's kernels."""
 
 
-class CachedFeatures(OfTexts):
+class CachedFeatures(TextFeatures):
     """Batches from a feature cache, in the order of `LiveFeatures`; with many shards, a few are shuffled at a time."""
 
     def __init__(
         self, target: Target, answers: Sequence[Answer], binding: Binding, folder: str | Path, *, batch: int,
         length: int, seed: int = 0, recheck_every: int = 0, skip_bad: bool = False,
-        ngram_hashes: Named | None = None, copy_to: Path | None = None, budget: int | None = None,
+        ngram_hashes: HashFile | None = None, copy_to: Path | None = None, budget: int | None = None,
     ):  # fmt: skip
         """folder: the cache, or an fsspec URL, whose shards are copied to the folder `copy_to` when they are needed.
 
@@ -78,13 +78,13 @@ class CachedFeatures(OfTexts):
         )
         self._states_type = torch.bfloat16 if binding.dtype == "bfloat16" else getattr(torch, target.spec.dtype)
         self._recheck_every, self._checked = recheck_every, set[int]()
-        self._ahead = Ahead(self.made, target.device)
+        self._prefetcher = Prefetcher(self.made, target.device)
 
     def _cached(self, answers: Sequence[Answer], length: int) -> tuple[Sequence[Answer], list[str]]:
         """Answers that are in the cache or have too few tokens to learn, and the ids of the missing ones."""
 
         def is_missing(answer: Answer) -> bool:
-            texts = usable([answer], length)
+            texts = CutAnswers([answer], length)
             return bool(texts) and key_of(texts[0], self.cache.only_learnt) not in self._shard_of
 
         missing = [answer.id for answer in answers if is_missing(answer)]
@@ -98,24 +98,24 @@ class CachedFeatures(OfTexts):
     @property
     def waited_s(self) -> float:
         """Seconds that training waited for batches."""
-        return self._ahead.waited_s
+        return self._prefetcher.waited_s
 
     def batch(self, step: int) -> Batch:
         """The batch of optimiser step `step`; the next one is prefetched."""
-        return self._ahead.batch(step)
+        return self._prefetcher.batch(step)
 
     def packed(self, steps: range) -> Iterator[Batch]:
-        """As `OfTexts.packed`; the next batch is prefetched."""
-        return self._ahead.packed(steps, len(self.order.packed(steps)))
+        """As `TextFeatures.packed`; the next batch is prefetched."""
+        return self._prefetcher.packed(steps, len(self.order.packed(steps)))
 
     def close(self) -> None:
         """Stop prefetching."""
-        self._ahead.close()
+        self._prefetcher.close()
 
-    def _states(self, texts: Sequence[int]) -> dict[int, Stored]:
+    def states(self, texts: Sequence[int]) -> dict[int, TextStates]:
         return {i: self._text(i) for i in texts}
 
-    def _text(self, i: int) -> Stored:
+    def _text(self, i: int) -> TextStates:
         key = self._keys[i]
         shard = self._folder.open(self._shard_of[key])
         stored = shard.read(key, self.taps, self._states_type, self.target.device)
@@ -124,7 +124,7 @@ class CachedFeatures(OfTexts):
             self._checked.add(i)
         return stored
 
-    def _recheck(self, i: int, stored: Stored, shard: Shard) -> None:
+    def _recheck(self, i: int, stored: TextStates, shard: Shard) -> None:
         """Compare the states of a text with a pass of the target; raises DataError if they differ beyond rounding."""
         text = self.texts[i]
         taps, hidden = (

@@ -1,6 +1,6 @@
-"""Features from the live target: tapped states are computed when they are needed, so training takes no disk.
+"""Features from the live target: states are computed when they are needed, and nothing is stored on disk.
 
-Where the features of all texts fit into a share of the machine's memory, each is computed once and cached.
+If the features of all texts fit into a share of the machine's memory, they are computed once and cached there.
 """
 
 import functools
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from outrider import launcher, machine
 from outrider.data.answers.store import Answer
-from outrider.data.batches import OfTexts
-from outrider.data.features.ahead import Ahead
-from outrider.data.features.shards import Stored
-from outrider.data.overlap.hash_files import Named
+from outrider.data.batches import TextFeatures
+from outrider.data.features.prefetch import Prefetcher
+from outrider.data.features.shards import TextStates
+from outrider.data.overlap.hash_files import HashFile
 from outrider.data.texts import MIN_LEARNT, Texts
 from outrider.nn.draft_model import Batch, Manifest
 from outrider.targets.protocol import Target
@@ -24,25 +24,26 @@ from outrider.targets.protocol import Target
 __all__ = ["MIN_LEARNT", "LiveFeatures"]
 
 CACHE_BYTES, CACHE_SHARE = 2**30, 1 / 6
-"""Features of all texts are cached where they take no more than this, or, on a CPU, than this share of its
-memory: not of what is free, since a training that goes on must read what it read before."""
+"""Features of all texts are cached in memory up to this size or, on a CPU, up to this share of its total memory.
+
+Not of its free memory, since a resumed training must make the same choice."""
 
 
-class LiveFeatures(OfTexts):
-    """Batches whose order depends on seed and step alone; texts of similar length share a batch."""
+class LiveFeatures(TextFeatures):
+    """Batches whose order depends only on seed and step; texts of similar length share a batch."""
 
     def __init__(
         self, target: Target, answers: Sequence[Answer], taps: tuple[int, ...], *, batch: int, length: int,
         seed: int = 0,
         dtype: Literal["auto", "float32", "bfloat16"] = "float32", template: str | None = None,
         cache_bytes: int | None = None,
-        ngram_hashes: Named | None = None, budget: int | None = None, read_ahead: bool = False,
+        ngram_hashes: HashFile | None = None, budget: int | None = None, read_ahead: bool = False,
     ):  # fmt: skip
-        """cache_bytes: most that cached features may take; what `CACHE_BYTES` says, unless given.  read_ahead: the
-        target reads the next batch's texts while this one trains; its weights must stay the same."""
+        """cache_bytes: maximum size of features cached in memory; see `CACHE_BYTES` for the default.
+        read_ahead: the next batch is prefetched while this one trains; the target's weights must not change."""
         dtype = machine.training_dtype(target.device) if dtype == "auto" else dtype
         self.ngram_hashes = ngram_hashes
-        """Hashes of the texts, stored with a checkpoint; None where there are none."""
+        """Hashes of the texts, stored with a checkpoint; None if there are none."""
         self.target, self.taps, self.size, self.dtype = target, taps, batch, dtype
         context = min(length, target.spec.context)
         self.order = Texts(answers, batch=batch, length=context, seed=seed, budget=budget)
@@ -50,29 +51,29 @@ class LiveFeatures(OfTexts):
         tokens = self.order.tokens
         self.manifest = Manifest(target.spec, taps, dtype, template, len(self.texts), tokens)
         self.states_dtype: torch.dtype = getattr(torch, "bfloat16" if dtype == "bfloat16" else target.spec.dtype)
-        """Of states that are cached, or sent to another process."""
+        """Number type of states that are cached or sent to another process."""
         self.bytes = tokens * (len(taps) + 1) * target.spec.hidden * self.states_dtype.itemsize
-        """What the features of all texts take."""
+        """Size of the features of all texts."""
         self.is_cached = self.bytes <= (most_cached(target.device) if cache_bytes is None else cache_bytes)
-        self._cache: dict[int, Stored] = {}
-        self._ahead = Ahead(self.made, target.device) if read_ahead and not self.is_cached else None
+        self._cache: dict[int, TextStates] = {}
+        self._prefetcher = Prefetcher(self.made, target.device) if read_ahead and not self.is_cached else None
 
     def batch(self, step: int) -> Batch:
-        return super().batch(step) if self._ahead is None else self._ahead.batch(step)
+        return super().batch(step) if self._prefetcher is None else self._prefetcher.batch(step)
 
     def packed(self, steps: range) -> Iterator[Batch]:
-        if self._ahead is None:
+        if self._prefetcher is None:
             return super().packed(steps)
-        return self._ahead.packed(steps, len(self.order.packed(steps)))
+        return self._prefetcher.packed(steps, len(self.order.packed(steps)))
 
     def close(self) -> None:
-        """Stop reading ahead."""
-        if self._ahead is not None:
-            self._ahead.close()
+        """Stop prefetching."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
 
     @functools.cached_property
     def _group(self) -> dict[int, list[int]]:
-        """A text is always read in one batch with the same others, so that its states don't depend on the step."""
+        """Each text is always read in the same group of texts, so that its states don't depend on the step."""
         return {i: group for group in self.order.by_length for i in group}
 
     @property
@@ -81,35 +82,30 @@ class LiveFeatures(OfTexts):
         return "live"
 
     disk_bytes = 0
-    """What they take there."""
 
-    def states(self, texts: Sequence[int]) -> dict[int, Stored]:
-        """The target's states of these texts, by number."""
-        return self._states(texts)
-
-    def _states(self, texts: Sequence[int]) -> dict[int, Stored]:
+    def states(self, texts: Sequence[int]) -> dict[int, TextStates]:
         if not self.is_cached:
             return {i: states for group in self.order.in_groups(texts) for i, states in self._read(group)}
         for i in texts:
             if i not in self._cache:  # read with its group
                 began = time.perf_counter()
-                for one, (taps, hidden, _) in self._read(self._group[i]):
-                    states = [part.to(self.states_dtype, copy=True) for part in (taps, hidden)]
-                    self._cache[one] = Stored(states[0], states[1], None)
+                for member, (taps, hidden, _) in self._read(self._group[i]):
+                    taps, hidden = (part.to(self.states_dtype, copy=True) for part in (taps, hidden))
+                    self._cache[member] = TextStates(taps, hidden, None)
                 spent = self.reading_s[0] + time.perf_counter() - began
                 self.reading_s = spent, spent * (len(self.texts) / len(self._cache) - 1)
         return {i: self._cache[i] for i in texts}
 
-    def _read(self, group: Sequence[int]) -> Iterator[tuple[int, Stored]]:
-        """The states of these texts from one pass of the target, each without its padding."""
+    def _read(self, group: Sequence[int]) -> Iterator[tuple[int, TextStates]]:
+        """The states of these texts from one pass of the target, without padding."""
         taps, hidden = states_of(self.target, self.order.tensors([[i] for i in group])[0], self.taps, self.dtype)
         for b, i in enumerate(group):
             length = int(self.texts.lengths[i])
-            yield i, Stored(taps[b, :length], hidden[b, :length], None)
+            yield i, TextStates(taps[b, :length], hidden[b, :length], None)
 
 
 def most_cached(device: torch.device) -> int:
-    """Bytes that each process of this machine may cache on a device."""
+    """Maximum bytes of cached features on a device, per process of this machine."""
     if device.type != "cpu":
         return CACHE_BYTES
     return max(CACHE_BYTES, int(CACHE_SHARE * machine.memory()) // launcher.local()[1])

@@ -1,8 +1,8 @@
-"""Features that another process reads: some processes of a training have the target, the others train.
+"""Features sent by another process: some processes of a training run the target (readers), the others train (trainers).
 
-A trainer asks for the states of its next batch's texts before it learns from this one's, so the target reads while the
-drafter trains.  A request is the number of a source and of its texts; the answer has no header, since both sides know
-the lengths of texts, the taps and the number type.
+A trainer requests the states of its next batch before it trains on the current one, so both run at the same time.  A
+request is the number of a source and of its texts; the response has no header, since both sides know the lengths of the
+texts, the taps and the number type.
 """
 
 from __future__ import annotations
@@ -15,42 +15,52 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from outrider.data.batches import OfTexts
+from outrider.data.batches import TextFeatures
 from outrider.data.features.live import LiveFeatures
-from outrider.data.features.shards import Stored
+from outrider.data.features.shards import TextStates
 from outrider.data.packing import Rows
 from outrider.nn.draft_model import Batch
 
 DONE, STOPPED = -1, -2
-"""In place of a source's number: the trainer has ended, or was asked to stop."""
+"""Sent in place of a source's number: the trainer has finished, or was interrupted."""
+
+
+class PendingStates(NamedTuple):
+    """A request in flight."""
+
+    source: int
+    texts: list[int]
+    states: list[Tensor]
+    receives: list[Any]
 
 
 class Link:
-    """From one trainer to the process that reads for it."""
+    """The connection of a trainer to its reader."""
 
     def __init__(self, reader: int, most: int, control: Any):
-        """reader: its rank.  most: texts of one request.  control: a process group on the CPU, of all processes."""
+        """reader: its rank.  most: maximum texts per request.  control: a CPU process group of all processes."""
         self.reader, self.most, self._control = reader, most, control
-        self._asked: tuple[int, list[int], list[Tensor], list[Any]] | None = None
+        self._pending: PendingStates | None = None
 
-    def ask(self, source: int, texts: Sequence[int], shapes: Sequence[tuple[int, ...]], like: Tensor) -> None:
-        """Ask for the states of these texts, of these shapes and of the type and device of `like`."""
+    def request(self, source: int, texts: Sequence[int], shapes: Sequence[tuple[int, ...]], like: Tensor) -> None:
+        """Request the states of these texts, of these shapes and with the type and device of `like`."""
         self._send(source, texts)
-        parts = [like.new_empty(shape) for shape in shapes]
-        waits = [distributed.irecv(part, self.reader) for part in parts]
-        self._asked = source, list(texts), parts, waits
+        states = [like.new_empty(shape) for shape in shapes]
+        receives = [distributed.irecv(part, self.reader) for part in states]
+        self._pending = PendingStates(source, list(texts), states, receives)
 
     def take(self, source: int, texts: Sequence[int]) -> list[Tensor] | None:
-        """What was asked for; None where that was something else, which is lost."""
-        if self._asked is None:
+        """Wait for the pending states; None if they are of other texts, in which case they are dropped."""
+        pending = self._pending
+        self._pending = None
+        if pending is None:
             return None
-        what, self._asked = self._asked, None
-        for wait in what[3]:
-            wait.wait()
-        return what[2] if what[:2] == (source, list(texts)) else None
+        for receive in pending.receives:
+            receive.wait()
+        return pending.states if (pending.source, pending.texts) == (source, list(texts)) else None
 
     def close(self, is_stopped: bool = False) -> None:
-        """Say that nothing more is asked for."""
+        """Tell the reader that there are no more requests."""
         self.take(DONE, ())
         self._send(STOPPED if is_stopped else DONE, ())
 
@@ -60,11 +70,11 @@ class Link:
         distributed.send(request, self.reader, group=self._control)
 
 
-class SentFeatures(OfTexts):
-    """Batches as `LiveFeatures` gives them, with states from the link's reader, one batch ahead."""
+class SentFeatures(TextFeatures):
+    """The batches of `LiveFeatures`, with states requested from a reader one batch in advance."""
 
     def __init__(self, described: LiveFeatures, number: int, link: Link):
-        """described: the same texts, of which this process reads no states.  number: of this source."""
+        """described: the same texts; its target is not run in this process.  number: of this source."""
         self.described, self.number, self._link = described, number, link
         self.order, self.target, self.taps, self.manifest = (
             described.order, described.target, described.taps, described.manifest,
@@ -79,40 +89,40 @@ class SentFeatures(OfTexts):
         return f"process {self._link.reader}"
 
     def batch(self, step: int) -> Batch:
-        self._next = self._own_texts([[i] for i in self.order.chosen(step + 1)])
+        self._next = self._texts_of([[i] for i in self.order.chosen(step + 1)])
         return super().batch(step)
 
     def packed(self, steps: range) -> Iterator[Batch]:
         batches = self.order.packed(steps)
         following = self.order.packed(range(steps.stop, steps.stop + len(steps)))
         for rows, after in zip(batches, [*batches[1:], following[0]], strict=True):
-            self._next = self._own_texts(after)
+            self._next = self._texts_of(after)
             yield self._joined(rows)
 
-    def _own_texts(self, rows: Rows) -> list[int]:
+    def _texts_of(self, rows: Rows) -> list[int]:
         return [i for row in rows[self.own_rows(len(rows))] for i in row]
 
-    def _states(self, texts: Sequence[int]) -> dict[int, Stored]:
-        found = self._link.take(self.number, texts)
-        if found is None:  # the first batch, or one that is read again
-            self._ask(texts)
-            found = self._link.take(self.number, texts)
-        assert found is not None
+    def states(self, texts: Sequence[int]) -> dict[int, TextStates]:
+        received = self._link.take(self.number, texts)
+        if received is None:  # the first batch, or one that is read again
+            self._request(texts)
+            received = self._link.take(self.number, texts)
+        assert received is not None
         if self._next:
-            self._ask(self._next)
+            self._request(self._next)
         lengths = [int(self.described.texts.lengths[i]) for i in texts]
-        taps, hidden = (part.to(self.target.device).split(lengths) for part in found)
-        return {i: Stored(taps[n], hidden[n], None) for n, i in enumerate(texts)}
+        taps, hidden = (part.to(self.target.device).split(lengths) for part in received)
+        return {i: TextStates(taps[n], hidden[n], None) for n, i in enumerate(texts)}
 
-    def _ask(self, texts: Sequence[int]) -> None:
+    def _request(self, texts: Sequence[int]) -> None:
         tokens = sum(int(self.described.texts.lengths[i]) for i in texts)
         hidden = self.target.spec.hidden
         like = torch.empty(0, dtype=self.described.states_dtype, device=_wire(self.target.device))
-        self._link.ask(self.number, texts, [(tokens, len(self.taps), hidden), (tokens, hidden)], like)
+        self._link.request(self.number, texts, [(tokens, len(self.taps), hidden), (tokens, hidden)], like)
 
 
 class Request(NamedTuple):
-    """What a trainer asks for."""
+    """A trainer's request for states."""
 
     trainer: int
     source: int
@@ -120,21 +130,22 @@ class Request(NamedTuple):
 
 
 def serve(sources: Sequence[LiveFeatures], trainers: Sequence[int], most: int, control: Any) -> None:
-    """Read the target for these trainers until all have ended.
+    """Run the target for these trainers until all have finished.
 
-    most, control: as in `Link`.  Raises KeyboardInterrupt where they were asked to stop, and RuntimeError where one of
-    them is gone.
+    most, control: as in `Link`.  Raises KeyboardInterrupt if a trainer was interrupted, and RuntimeError if one has
+    died.
     """
     requests: queue.SimpleQueue[Request | RuntimeError] = queue.SimpleQueue()
-    for trainer in trainers:  # a receive from any of them would wait for ever where one has died
+    for trainer in trainers:  # one thread each: a receive from any of them would hang if one has died
         threading.Thread(target=_listen, args=(trainer, most, control, requests), daemon=True).start()
-    left, is_stopped = len(trainers), False
-    while left:
+    num_active, is_stopped = len(trainers), False
+    while num_active:
         request = requests.get()
         if isinstance(request, RuntimeError):
             raise request
         if request.source < 0:
-            left, is_stopped = left - 1, is_stopped or request.source == STOPPED
+            num_active -= 1
+            is_stopped = is_stopped or request.source == STOPPED
             continue
         source = sources[request.source]
         states, device = source.states(request.texts), _wire(source.target.device)
@@ -160,5 +171,5 @@ def _listen(trainer: int, most: int, control: Any, requests: queue.SimpleQueue[R
 
 
 def _wire(device: torch.device) -> torch.device:
-    """Where states are sent from and received: on the GPU by NCCL, else on the CPU."""
+    """The device on which states are sent and received: the GPU with NCCL, else the CPU."""
     return device if distributed.get_backend() == "nccl" else torch.device("cpu")

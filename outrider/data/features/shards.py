@@ -44,7 +44,7 @@ PREFIX = 16
 """Shared prefixes are detected at multiples of this many tokens."""
 
 
-class Stored(NamedTuple):
+class TextStates(NamedTuple):
     """The decoded states of one text."""
 
     taps: Tensor
@@ -55,7 +55,7 @@ class Stored(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ShardLayout:
     """The rows that a shard has for its texts."""
 
     texts: tuple[Answer, ...]
@@ -74,7 +74,7 @@ class Layout:
         return first[self.rows] == torch.arange(len(self.rows))
 
 
-def layout(texts: Sequence[Answer], only_learnt: bool) -> Layout:
+def layout(texts: Sequence[Answer], only_learnt: bool) -> ShardLayout:
     """Rows for these texts; a text reuses the rows of the earlier text with which it has the longest common prefix.
 
     only_learnt: final states are stored only where they predict a token that trains.
@@ -97,7 +97,7 @@ def layout(texts: Sequence[Answer], only_learnt: bool) -> Layout:
     for text, text_rows in zip(texts, rows, strict=True):
         is_stored[text_rows[predicting(text)] if only_learnt else text_rows] = True
     hidden_at = np.where(is_stored, np.cumsum(is_stored) - 1, -1)
-    return Layout(tuple(texts), *(torch.from_numpy(part) for part in (np.concatenate(rows), starts, hidden_at)))
+    return ShardLayout(tuple(texts), *(torch.from_numpy(part) for part in (np.concatenate(rows), starts, hidden_at)))
 
 
 def _prefix_hashes(tokens: np.ndarray) -> list[bytes]:
@@ -129,8 +129,10 @@ def name_of(keys: Sequence[int]) -> str:
     return f"features-{hashlib.blake2b(np.asarray(keys, np.int64).tobytes(), digest_size=8).hexdigest()}.safetensors"
 
 
-def write(path: Path, keys: Sequence[int], rows: Layout, states: Mapping[str, Tensor], facts: Mapping[str, Any]) -> int:
-    """Write a shard atomically; returns its size in bytes.  states: encoded, by tensor name.  Raises OSError."""
+def write(
+    path: Path, keys: Sequence[int], rows: ShardLayout, states: Mapping[str, Tensor], facts: Mapping[str, Any]
+) -> None:
+    """Write a shard atomically.  states: encoded, by tensor name.  Raises OSError."""
     tensors = {
         "tokens": torch.cat([torch.as_tensor(text.tokens, dtype=torch.int32) for text in rows.texts]),
         "starts": rows.starts, "keys": torch.tensor(keys, dtype=torch.int64), "rows": rows.rows.int(),
@@ -141,7 +143,6 @@ def write(path: Path, keys: Sequence[int], rows: Layout, states: Mapping[str, Te
     data = save(tensors, {"outrider": about})
     with replacing(path) as part:
         part.write_bytes(data)
-    return len(data)
 
 
 def content_hash(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
@@ -175,14 +176,14 @@ class Shard:
         number = self._numbers[key]
         return slice(self._starts[number], self._starts[number + 1])
 
-    def read(self, key: int, taps: Sequence[int], dtype: torch.dtype, device: torch.device) -> Stored:
+    def read(self, key: int, taps: Sequence[int], dtype: torch.dtype, device: torch.device) -> TextStates:
         """The states of one text at these taps."""
         rows = self._tensors["rows"][self._span(key)]
         at = _as_slice(rows)
         tapped = torch.empty(len(rows), len(taps), self.width, dtype=dtype, device=device)
         for number, tap in enumerate(taps):
             self._decoded(f"tap.{tap}", at, dtype, device, tapped[:, number])
-        return Stored(tapped, *self._final(self._tensors["hidden_at"][at], dtype, device))
+        return TextStates(tapped, *self._final(self._tensors["hidden_at"][at], dtype, device))
 
     def _final(self, hidden_at: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, TopLogprobs | None]:
         """Hidden states [S, H] or top tokens at the indices `hidden_at` [S], zeros where it is -1."""

@@ -17,7 +17,7 @@ from outrider.errors import DataError
 from outrider.retrieval.corpus import corpora
 
 
-class Source(NamedTuple):
+class TextSource(NamedTuple):
     """Something that may hold prompts."""
 
     name: str
@@ -25,14 +25,14 @@ class Source(NamedTuple):
     """The folder of a checkpoint, of answers or of a corpus."""
 
 
-Key = tuple[str, str]
+PromptKey = tuple[str, str]
 """Task and id of a prompt: prompts of two tasks may have one id."""
 
 
-class Found(NamedTuple):
+class OverlapReport(NamedTuple):
     """Overlaps of prompts with sources."""
 
-    overlapping: dict[Key, tuple[str, ...]]
+    overlapping: dict[PromptKey, tuple[str, ...]]
     """Prompt to the names of the sources that hold a piece of it."""
     checked: int
     """Prompts that were looked up in at least one source."""
@@ -42,7 +42,7 @@ class Found(NamedTuple):
     counts: dict[str, dict[str, int]]
     """Source to its parts (prompts, answers, documents) to how many of the prompts each holds."""
 
-    def overlaps(self, prompts: Mapping[str, Sequence[Prompt]]) -> dict[Key, bool]:
+    def overlaps(self, prompts: Mapping[str, Sequence[Prompt]]) -> dict[PromptKey, bool]:
         """Each prompt, by task and id, and whether it was found.
 
         Where a source is unknown, a prompt that was not found is left out.
@@ -61,7 +61,7 @@ class Found(NamedTuple):
         return f"{text}; unknown for {why}" if self.checked else f"overlap with the prompts is unknown: {why}"
 
 
-def sources_of(choice: str | Mapping[str, Any]) -> list[Source]:
+def sources_of(choice: str | Mapping[str, Any]) -> list[TextSource]:
     """The texts of a drafter: its checkpoint's, its corpora's, and those of its parts.
 
     choice: as a run file names one, a kind, a kind with its settings, or a checkpoint.  Empty for a drafter that only
@@ -69,24 +69,24 @@ def sources_of(choice: str | Mapping[str, Any]) -> list[Source]:
     """
     if isinstance(choice, str):
         if choice not in kinds():
-            return [Source(choice, Path(choice))]
+            return [TextSource(choice, Path(choice))]
         choice = {"kind": choice}
     settings = build(find(choice["kind"]).Config, dict(choice), "drafter").model_dump(mode="json")
-    found = [Source(f"corpus {name}", corpora.folder_of(name)) for name in settings.get("corpora", ())]
+    found = [TextSource(f"corpus {name}", corpora.folder_of(name)) for name in settings.get("corpora", ())]
     model = settings.get("model")
     if model and not settings.get("new"):
-        found.append(Source(model, Path(model)))
+        found.append(TextSource(model, Path(model)))
     for part in (settings.get("base"), settings.get("retriever"), *settings.get("members", ())):
         found += sources_of(part) if part else []
     return list(dict.fromkeys(found))
 
 
-def check(prompts: Mapping[str, Sequence[Prompt]], sources: Sequence[Source]) -> Found:
+def check(prompts: Mapping[str, Sequence[Prompt]], sources: Sequence[TextSource]) -> OverlapReport:
     """Look for the questions of these prompts, by task, in every source; a prompt overlaps where one of its turns does.
 
     System prompts are not looked for: all prompts share theirs.
     """
-    result, rule = Found({}, 0, RULE, {}, {}), [RULE]
+    result, rule = OverlapReport({}, 0, RULE, {}, {}), [RULE]
     questions = Questions(prompts)
     for name, path in sources:
         opened, why = _open(path)
@@ -107,7 +107,7 @@ def check(prompts: Mapping[str, Sequence[Prompt]], sources: Sequence[Source]) ->
     return result._replace(checked=checked, rule="; ".join(rule))
 
 
-def _keyed(prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[tuple[Key, Prompt]]:
+def _keyed(prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[tuple[PromptKey, Prompt]]:
     return (((task, prompt.id), prompt) for task, own in prompts.items() for prompt in own)
 
 
@@ -131,7 +131,7 @@ def _open(folder: Path) -> tuple[list[hash_files.NgramHashes], str | None]:
     return opened, reasons[0] if reasons else None
 
 
-def _entries(folder: Path) -> Iterator[hash_files.Named | str]:
+def _entries(folder: Path) -> Iterator[hash_files.HashFile | str]:
     """The hash files that a folder's manifest names, or why there are none; a checkpoint has one for each set of
     texts."""
     if not folder.is_dir():
@@ -143,7 +143,7 @@ def _entries(folder: Path) -> Iterator[hash_files.Named | str]:
             entries = None
         for entry in entries if isinstance(entries, list) and entries else [None]:
             if isinstance(entry, dict) and isinstance(file := entry.get("file"), str):
-                yield hash_files.Named(folder / Path(file).name, entry)
+                yield hash_files.HashFile(folder / Path(file).name, entry)
             else:
                 yield "it has no hashes of its training texts"
     else:

@@ -12,7 +12,7 @@ from outrider.data.overlap.questions import Prompt, Questions
 from outrider.data.overlap.units import units
 
 
-class Overlap(NamedTuple):
+class SharedQuestion(NamedTuple):
     """What a conversation shares with an evaluation."""
 
     task: str
@@ -22,7 +22,7 @@ class Overlap(NamedTuple):
     """`whole` or `part` of the question word for word, `words` in a row, or `near`: nearly the same content words."""
 
 
-class Evaluated:
+class EvaluationPrompts:
     """The prompts of an evaluation, to be looked for in conversations."""
 
     def __init__(self, prompts: Mapping[str, Iterable[Prompt]]):
@@ -32,10 +32,10 @@ class Evaluated:
         """Number of prompts."""
         return len(self._questions.keys)
 
-    def overlap(self, turns: Sequence[str]) -> Overlap | None:
+    def overlap(self, turns: Sequence[str]) -> SharedQuestion | None:
         """What a conversation, given by the user's turns, shares with a prompt; None where it shares nothing."""
         for i, turn in enumerate(turns):
             match = self._questions.first_in(units(turn), is_first=i == 0)
             if match is not None:
-                return Overlap(*self._questions.keys[match[0]], match[1])
+                return SharedQuestion(*self._questions.keys[match[0]], match[1])
         return None

@@ -1,1 +1,1 @@
-"""Where conversations come from: files and data sets of any layout, mixed, and without duplicates."""
+"""The sources of conversations: files and data sets of any layout, mixed and deduplicated."""

@@ -3,7 +3,7 @@
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -21,12 +21,12 @@ __all__ = ["Conversation", "Skipped", "at_place", "available", "from_source", "p
 log = logging.getLogger(__name__)
 
 SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half of a character: JSON can hold it, no tokenizer can read it."""
+"""Half of a character: valid in JSON, but not in any tokenizer's input."""
 GROUPS = ("language", "category")
-"""Keys of a row that may say what it is one of; the first that is present counts."""
-ANEW = "messages[].weight, since prepare.regenerate has all answers written anew"
+"""Keys of a row that may name its group; the first one present counts."""
+IGNORED_WEIGHT = "messages[].weight, since prepare.regenerate replaces all answers"
 NAMED = 20
-"""Fields that are not read and that a message names."""
+"""Maximum number of unread fields that a warning names."""
 IDS = ("id", "custom_id", "request_id")
 
 
@@ -35,14 +35,14 @@ class Conversation:
     """One conversation as it is in its source."""
 
     id: str
-    """The row's own, or file and line where it has none."""
+    """The row's id, or its file and line if it has none."""
     messages: list[Message]
     place: str = ""
     """File and line, for errors."""
     group: str = ""
-    """Its language or category; empty where its row names none."""
+    """Its language or category; empty if its row names none."""
     tools: Sequence[Tool] = ()
-    """Tools that the model is offered, which the chat template shows it."""
+    """Tools offered to the model."""
 
     @property
     def has_own_id(self) -> bool:
@@ -50,33 +50,32 @@ class Conversation:
 
     @property
     def questions(self) -> list[str]:
-        """What the user writes, one text a turn."""
+        """The user's messages."""
         return [message["content"] for message in self.messages if message["role"] == "user"]
 
     @property
     def characters(self) -> int:
-        """Of all its texts and its tools."""
-        of_tools = sum(map(len, texts_of(self.tools))) if self.tools else 0
-        return of_tools + sum(len(message["content"]) for message in self.messages)
+        """Number of characters of its texts and tools."""
+        in_tools = sum(map(len, texts_of(self.tools))) if self.tools else 0
+        return in_tools + sum(len(message["content"]) for message in self.messages)
 
     def content(self, answered: bool) -> list[Any]:
-        """What tells it from others: its messages, those of the assistant only with `answered`, and its tools."""
+        """What identifies it: its messages, those of the assistant only with `answered`, and its tools."""
         messages = [message for message in self.messages if answered or message["role"] != "assistant"]
         return [*messages, {"tools": list(self.tools)}] if self.tools else messages
 
     def prompt_hash(self, answered: bool) -> str:
-        """Hash of what its answer depends on: its content, as `content` has it, and its own id, which seeds the
-        noise."""
+        """Hash of what its answer depends on: its content and, if its row has one, its id, which seeds the noise."""
         return content_hash([self.id if self.has_own_id else None, self.content(answered)])
 
     @property
     def numbered(self) -> "Conversation":
-        """The same under an id of its own: for a second row of one id, which gets its line added."""
+        """The same with its line added to its id, for a row whose id is a repetition."""
         return replace(self, id=f"{self.id} at {self.place}")
 
 
 def read(config: Config, skipped: Skipped | None = None) -> Iterator[Conversation]:
-    """Up to `config.count` conversations to train on, the first ones, as they come; `sources.select` chooses among all.
+    """The first `config.count` conversations to train on, in order; `mixture.select` chooses among all.
 
     Raises DataError with file and line for a bad row, or counts it in `skipped`.
     """
@@ -84,8 +83,8 @@ def read(config: Config, skipped: Skipped | None = None) -> Iterator[Conversatio
     ids: set[str] = set()
     count = sys.maxsize if config.count is None else config.count
     for source in config.training_sources:
-        own = source if source.count is not None else source.model_copy(update={"count": config.count})
-        for conversation in islice(from_source(own, config, skipped), source.count):
+        limited = source if source.count is not None else source.model_copy(update={"count": config.count})
+        for conversation in islice(from_source(limited, config, skipped), source.count):
             if len(ids) == count:
                 return
             # reports list prompts by their id
@@ -101,23 +100,20 @@ def from_source(source: Source, config: Config, skipped: Skipped) -> Iterator[Co
     """The conversations of one source in its order; raises or counts as `read` does."""
     answers = None if source.answers is None else BatchAnswers(source.answers)
 
-    def conversation(row: Row) -> Conversation:
-        found = made(row)
-        if config.regenerate and any("weight" in message for message in found.messages):
-            skipped.unread[ANEW] += 1
-        return found
+    def parse_row(row: Row) -> Conversation:
+        place, content = row
+        conversation = parse(content if answers is None else answers.joined(content, place), place, skipped)
+        if config.regenerate and any("weight" in message for message in conversation.messages):
+            skipped.unread[IGNORED_WEIGHT] += 1
+        return conversation
 
-    def made(row: Row) -> Conversation:
-        return parse(row[1] if answers is None else answers.joined(row[1], row[0]), row[0], skipped)
-
-    return skipped.usable(rows(source, config.skip_bad, skipped, config.seed), conversation, config.skip_bad)
+    return skipped.usable(rows(source, config.skip_bad, skipped, config.seed), parse_row, config.skip_bad)
 
 
 def warn_of_unread(skipped: Skipped, config: Config) -> None:
-    """One line with the fields of rows that no layout knows, if there are any."""
+    """Log one line with the unknown fields of rows, if there are any."""
     if skipped.unread:
-        most = skipped.unread.most_common(NAMED)
-        named = ", ".join(f"{key} ({count:,} rows)" for key, count in most)
+        named = ", ".join(f"{key} ({count:,} rows)" for key, count in skipped.unread.most_common(NAMED))
         more = f" and {len(skipped.unread) - NAMED} more" if len(skipped.unread) > NAMED else ""
         log.warning(
             "fields of %s that are not read: %s%s; see docs/data.md for those that are", config.label, named, more
@@ -129,9 +125,9 @@ def nothing_in(config: Config) -> DataError:
 
 
 def parse(row: Any, name: str, skipped: Skipped | None = None) -> Conversation:
-    """One row in any of the known layouts.  `name`: file and line, for its id and for errors.
+    """Parse one row in any of the known layouts.
 
-    skipped: gets the names of fields that were not read.
+    name: its file and line, for its id and for errors.  skipped: collects the names of unread fields.
     """
     if not isinstance(row, Mapping):
         raise DataError(f'{name}: a row must be a mapping such as {{"prompt": "..."}}, got {type(row).__name__}')
@@ -141,10 +137,11 @@ def parse(row: Any, name: str, skipped: Skipped | None = None) -> Conversation:
             f"{name}: the conversation has no user turn with text; add one, or skip such rows with --skip-bad"
         )
     meta = row.get("meta")
-    own = next((row[key] for key in IDS if row.get(key) is not None), None)
-    own = meta.get("id") if own is None and isinstance(meta, Mapping) else own
+    row_id = next((row[key] for key in IDS if row.get(key) is not None), None)
+    if row_id is None and isinstance(meta, Mapping):
+        row_id = meta.get("id")
     group = next((row[key] for key in GROUPS if isinstance(row.get(key), str)), "")
-    conversation = Conversation(name if own is None else str(own), messages, name, group, tools)
+    conversation = Conversation(name if row_id is None else str(row_id), messages, name, group, tools)
     for text in (conversation.id, group, *texts_of(messages), *texts_of(tools)):
         if broken := SURROGATE.search(text):
             raise DataError(
@@ -157,7 +154,7 @@ def parse(row: Any, name: str, skipped: Skipped | None = None) -> Conversation:
 
 @contextmanager
 def at_place(conversation: Conversation) -> Iterator[None]:
-    """A DataError from inside says which row it is about."""
+    """Add the row's file and line to a DataError raised inside."""
     try:
         yield
     except DataError as error:
@@ -165,8 +162,8 @@ def at_place(conversation: Conversation) -> Iterator[None]:
 
 
 def available(config: Config) -> int | None:
-    """Rows of the sources, used or not; None where one is a data set of the hub, which is not read to its end."""
+    """Number of rows of the sources, used or not; None with a data set of the hub, which is not read to its end."""
     if any(source.name is not None for source in config.training_sources):
         return None
-    whole: Callable[[Source], Source] = lambda source: source.model_copy(update={"count": sys.maxsize})
-    return sum(1 for source in config.training_sources for _ in rows(whole(source), True, Skipped(), config.seed))
+    whole = [source.model_copy(update={"count": sys.maxsize}) for source in config.training_sources]
+    return sum(1 for source in whole for _ in rows(source, True, Skipped(), config.seed))

@@ -1,8 +1,8 @@
-"""Conversations that ask what an earlier one asks: equal texts by a hash, nearly equal ones by MinHash.
+"""Duplicate conversations: equal texts by a hash, nearly equal ones by MinHash.
 
-Broder, On the resemblance of documents (1997).  Texts are sets of runs of 5 characters, which serve Korean as they
-serve English.  datasketch makes the signatures; its index would hold 1 KB and several Python objects for each text, so
-the signatures lie in a file here, and a band of them at a time is sorted.  Knows no torch.
+Broder, On the resemblance of documents (1997).  Texts are sets of 5-character shingles, which work for Korean as well
+as for English.  datasketch computes the signatures; its index would take 1 KB and several Python objects per text, so
+here the signatures are in a file and one band is sorted at a time.  Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ import numpy as np
 from outrider.data.overlap.ngram_hashes import normalised
 
 SHINGLE = 5
-"""Characters of a run."""
+"""Characters per shingle."""
 SIZE = 64
-"""Numbers of a signature: resemblance is known to 0.05."""
+"""Numbers per signature: resemblance is estimated to 0.05."""
 BANDS = 16
 NEAR = 0.8
-"""Texts are nearly equal where they share so much of their runs."""
+"""Texts are nearly equal if they share this fraction of their shingles."""
 NEIGHBOURS = 64
-"""Rows of its bucket that a row is compared with: all of them, where the bucket is no larger."""
+"""Maximum number of rows of its bucket that a row is compared with."""
 CHUNK = 1 << 16
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 def content_key(value: Any) -> int:
-    """A hash of 64 bits that tells two values of JSON from each other."""
+    """64-bit hash of a JSON value."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def content_hash(value: Any) -> str:
-    """16 hex digits that tell two values of JSON apart, for files."""
+    """Hash, 16 hex digits, of a JSON value, for files."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def repeated(keys: np.ndarray) -> np.ndarray:
-    """[n] bool: whether a key was there before."""
+    """[n] bool: whether an earlier key is equal."""
     found = np.ones(len(keys), dtype=bool)
     found[np.unique(keys, return_index=True)[1]] = False
     return found
@@ -51,10 +51,10 @@ def repeated(keys: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(4)
 def signature(text: str) -> Any:
-    """A text's MinHash, of SIZE numbers."""
-    made = _empty().copy()  # to make one anew takes as long as to fill it
-    made.update_batch(_shingles(normalised(text)).tolist())
-    return made
+    """A text's MinHash of SIZE numbers."""
+    minhash = _empty().copy()  # constructing one takes as long as filling it
+    minhash.update_batch(_shingles(normalised(text)).tolist())
+    return minhash
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def _empty() -> Any:
 
 
 def _shingles(text: str) -> np.ndarray:
-    """[n] uint64 below 2**32, a hash of each run of characters, each once."""
+    """[n] uint64 below 2**32: the hashes of all shingles, without repetitions."""
     letters = np.frombuffer(text.ljust(SHINGLE).encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
     count = len(letters) - SHINGLE + 1
     sums = np.zeros(count, np.uint64)
@@ -76,7 +76,7 @@ def _shingles(text: str) -> np.ndarray:
 
 
 class Signatures:
-    """Signatures of many texts, in a file that goes when it is closed: 256 bytes of disk a text."""
+    """Signatures of many texts in a temporary file: 256 bytes of disk per text."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115, closed with this object
@@ -87,7 +87,7 @@ class Signatures:
         self.count += 1
 
     def duplicates(self) -> np.ndarray:
-        """[n] bool: whether a text is nearly equal to an earlier one, directly or through others between them."""
+        """[n] bool: whether a text is nearly equal to an earlier one, directly or through a chain of others."""
         if not self.count:
             return np.zeros(0, dtype=bool)
         self._file.flush()
@@ -98,9 +98,9 @@ class Signatures:
 
 
 def near_duplicates(signatures: np.ndarray) -> np.ndarray:
-    """[n] bool: whether a row of [n, SIZE] uint32 resembles an earlier one, directly or through others.
+    """[n] bool: whether a row of [n, SIZE] uint32 resembles an earlier one, directly or through a chain of others.
 
-    Rows are compared that agree in one of BANDS parts: of two that are 0.8 alike all but 2 in 10,000.
+    Rows are compared if they agree in one of BANDS parts, which misses 2 in 10,000 of the pairs that are 0.8 alike.
     """
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
@@ -127,11 +127,11 @@ def _buckets(part: np.ndarray) -> np.ndarray:
 
 
 def _alike(signatures: np.ndarray, buckets: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Pairs of rows of one bucket that resemble each other: each row with the next ones of its bucket."""
+    """Pairs of rows of one bucket that resemble each other; each row is compared with the next ones of its bucket."""
     order = np.argsort(buckets, kind="stable")
-    own = buckets[order]
+    ordered = buckets[order]
     for step in range(1, NEIGHBOURS + 1):
-        is_pair = own[step:] == own[:-step]
+        is_pair = ordered[step:] == ordered[:-step]
         if not is_pair.any():
             return
         first, second = order[:-step][is_pair], order[step:][is_pair]

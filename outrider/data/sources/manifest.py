@@ -1,4 +1,4 @@
-"""What went into the answers: `sources.json` next to them, with counts, hashes of files, licences where known."""
+"""`sources.json` next to the answers: their sources with counts, hashes of files and, if known, licences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.data.overlap import questions
-from outrider.data.sources.choosing import Part
+from outrider.data.sources.choosing import ScannedSource
 from outrider.data.sources.mixture import Selection
 from outrider.data.sources.readers import data_set, files_of
 from outrider.errors import DataError
@@ -20,18 +20,18 @@ NAME = "sources.json"
 COMMIT = re.compile(r"@([0-9a-f]{40})")
 
 
-def write(folder: Path, found: Selection) -> Path:
-    """Write `sources.json` into a folder, whole or not at all; returns the file."""
-    config, path = found.config, folder / NAME
+def write(folder: Path, selection: Selection) -> Path:
+    """Write `sources.json` into a folder atomically; returns the file."""
+    config, path = selection.config, folder / NAME
     facts = {
-        "sources": [_facts(part, config.seed) for part in found.parts],
-        "conversations": len(found),
-        "left_out": dict(found.left_out),
+        "sources": [_facts(part, config.seed) for part in selection.parts],
+        "conversations": len(selection),
+        "left_out": dict(selection.left_out),
         "seed": config.seed,
         "deduplicate": config.deduplicate,
         "contamination": {
-            "is_checked": found.evaluated > 0, "prompts": found.evaluated, "rule": questions.RULE,
-            "left_out": found.left_out["contaminated"], "first": found.contaminated,
+            "is_checked": selection.evaluated > 0, "prompts": selection.evaluated, "rule": questions.RULE,
+            "left_out": selection.left_out["contaminated"], "first": selection.contaminated,
         },
     }  # fmt: skip
     try:
@@ -44,26 +44,26 @@ def write(folder: Path, found: Selection) -> Path:
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """`sources.json` of a folder; None where there is none that can be read."""
+    """The content of a folder's `sources.json`; None if it can't be read."""
     try:
-        found = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
-def _facts(part: Part, seed: int) -> dict[str, Any]:
-    given = part.source.model_dump(mode="json", exclude_none=True)
+def _facts(part: ScannedSource, seed: int) -> dict[str, Any]:
+    settings = part.source.model_dump(mode="json", exclude_none=True)
     if part.source.path is not None:
-        given.pop("split")
+        settings.pop("split")
     counts = {
         "read": len(part.keys), "unreadable": part.unreadable, "used": part.count, "left_out": dict(part.left_out),
     }  # fmt: skip
     files = [{"file": str(path), "size_bytes": path.stat().st_size, "sha256": _sha256(path)} for path in _files(part)]
-    return given | counts | ({"files": files} if files else {}) | _licence(part, seed)
+    return settings | counts | ({"files": files} if files else {}) | _licence(part, seed)
 
 
-def _files(part: Part) -> list[Path]:
+def _files(part: ScannedSource) -> list[Path]:
     answers = [] if part.source.answers is None else [Path(part.source.answers).expanduser()]
     return files_of(part.source) + answers
 
@@ -73,13 +73,13 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _licence(part: Part, seed: int) -> dict[str, Any]:
-    """What a data set says of its licence, and the commit that was read; of files, the licence file next to them."""
+def _licence(part: ScannedSource, seed: int) -> dict[str, Any]:
+    """A data set's licence and the commit that was read; for files, the licence file next to them."""
     if part.source.name is None:
-        nearby = [one for path in _files(part) for one in sorted(path.parent.glob("LICEN[CS]E*"))]
+        nearby = [licence for path in _files(part) for licence in sorted(path.parent.glob("LICEN[CS]E*"))]
         return {"licence_file": str(nearby[0])} if nearby else {}
     facts: dict[str, Any] = {}
-    with suppress(AttributeError, TypeError):  # a data set may have none of this
+    with suppress(AttributeError, TypeError):  # a data set may lack any of this
         info = data_set(part.source, seed).info
         facts["licence"] = info.license or None
         commit = COMMIT.search(" ".join(info.download_checksums or ()))

@@ -1,6 +1,6 @@
-"""Questions for chat models about the functions of installed Python source, as many as there are functions.
+"""Questions for chat models about the functions of installed Python source, one per function.
 
-Nothing of that source is shipped, imported or run.
+The source is only parsed: it is not shipped, imported or run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import NamedTuple
 from outrider.demo import Module
 
 SHORT, LONG = 40, 600
-"""Characters of a docstring's first paragraph, at least, and of a function's source, at most."""
+"""Minimum characters of a docstring's first paragraph, maximum characters of a function's source."""
 
-ASKED = (
+TEMPLATES = (
     "Write a Python function `{name}` with this description:\n\n{description}",
     "What does this Python function do? Go through it line by line.\n\n```python\n{source}\n```",
     "Write three unit tests for this function.\n\n```python\n{source}\n```",
@@ -32,10 +32,10 @@ ASKED = (
 
 
 class Function(NamedTuple):
-    """A function of a module, as it is written there."""
+    """A function of a module, as source text."""
 
     place: str
-    """Its module, and the number of its first line."""
+    """Its module and the number of its first line."""
     name: str
     description: str
     """First paragraph of its docstring, on one line."""
@@ -43,22 +43,24 @@ class Function(NamedTuple):
 
 
 def questions(modules: Iterable[Module], seed: str) -> Iterator[tuple[str, str]]:
-    """(id, question) about every described function of these modules, in an order that `seed` decides; each is asked
-    one thing, and the first of every module comes before the second of any."""
-    order, found = random.Random(seed), []
+    """(id, question) about every function of these modules that has a description, shuffled by `seed`.
+
+    The first function of every module comes before the second of any.
+    """
+    noise, ranked = random.Random(seed), []
     for module in modules:
-        there = list(functions(module))
-        order.shuffle(there)
-        found += [(turn + order.random(), function) for turn, function in enumerate(there)]
-    for _, function in sorted(found):
-        yield function.place, order.choice(ASKED).format(**function._asdict())
+        described = list(functions(module))
+        noise.shuffle(described)
+        ranked += [(turn + noise.random(), function) for turn, function in enumerate(described)]
+    for _, function in sorted(ranked):
+        yield function.place, noise.choice(TEMPLATES).format(**function._asdict())
 
 
 def functions(module: Module) -> Iterator[Function]:
-    """The described functions of a module that are short enough to be asked about; none where it is no Python."""
+    """The short functions of a module that have a description; none if it is not valid Python."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of strings in other people's source
+            warnings.simplefilter("ignore")  # about string escapes in that source
             tree = ast.parse(module.text)
     except (SyntaxError, ValueError):
         return

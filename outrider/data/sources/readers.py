@@ -1,8 +1,8 @@
-"""Rows of files and of data sets, one after the other: a file of any size is never held whole.
+"""Rows of files and data sets, streamed: a file is never loaded as a whole.
 
-FILE.jsonl (a row a line), FILE.json (one list of rows, or a row a line), FILE.parquet, FILE.arrow, FILE.txt (a prompt a
-line), a folder of these or of `datasets`' save_to_disk, `stdlib:train`, `stdlib:held_out` and `packages:NAME,…`
-(Python source that is installed), and data sets of the Hugging Face hub.
+FILE.jsonl (a row per line), FILE.json (a list of rows, or a row per line), FILE.parquet, FILE.arrow, FILE.txt (a prompt
+per line), a folder of these or of `datasets`' save_to_disk, `stdlib:train`, `stdlib:held_out` and `packages:NAME,…`
+(installed Python source), and data sets of the Hugging Face hub.
 """
 
 import codecs
@@ -28,16 +28,16 @@ from outrider.hub import missing_path
 T = TypeVar("T")
 U = TypeVar("U")
 Row = tuple[str, Any]
-"""File and line, and what stands there."""
+"""File and line, and the row's content."""
 LIBRARY_COUNT = 1000
-"""Pieces of installed source, where no count is given."""
+"""Default number of pieces of installed source."""
 SHORT, LONG = 240, 600
-"""Characters of a piece to train on, where reading costs as much as writing and trains nothing, and of others."""
+"""Characters of a prompt to train on, short since prompts cost time and don't train, and of other prompts."""
 ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
 TABLES = (".parquet", ".arrow")
 MIB = 2**20
 ROW_BYTES = 64 * MIB
-"""Longest row of a file: a longer one is a damaged file."""
+"""Maximum bytes of a row; a longer one means that the file is damaged."""
 PIECE = 1 << 16
 
 
@@ -47,28 +47,28 @@ class Skipped:
 
     reasons: list[str] = field(default_factory=list)
     unread: Counter[str] = field(default_factory=Counter)
-    """Fields of rows that no layout knows, and in how many rows they are filled in."""
+    """Fields that no layout knows, with the number of rows in which they are set."""
     unstable: int = 0
-    """Answers given that do not train: where they begin or end in the rendering is not sure."""
+    """Answers of a source that do not train, since their boundaries in the rendering are uncertain."""
 
-    def usable(self, items: Iterable[T], make: Callable[[T], U], skip_bad: bool) -> Iterator[U]:
-        """`make(item)` of every item; with `skip_bad`, an item that raises DataError is counted instead."""
+    def usable(self, items: Iterable[T], parse: Callable[[T], U], skip_bad: bool) -> Iterator[U]:
+        """`parse(item)` of every item; with `skip_bad`, an item that raises DataError is noted and skipped."""
         for item in items:
             try:
-                made = make(item)
+                parsed = parse(item)
             except DataError as error:
                 if not skip_bad:
                     raise
                 self.reasons.append(str(error))
             else:
-                yield made
+                yield parsed
 
 
 def rows(source: Source, skip_bad: bool, skipped: Skipped, seed: int = 0) -> Iterator[Row]:
-    """Every row of a source; with `skip_bad`, lines that can't be read are counted in `skipped`.
+    """Every row of a source; with `skip_bad`, lines that can't be read are noted in `skipped`.
 
-    seed: of the library's prompts, and of a data set's order where only some rows are read.
-    Raises DataError with file and line for what can't be read.
+    seed: of the library's prompts, and of a data set's order if only some of its rows are read.
+    Raises DataError with file and line for a row that can't be read.
     """
     if source.name is not None:
         return _hub(source, seed)
@@ -79,7 +79,7 @@ def rows(source: Source, skip_bad: bool, skipped: Skipped, seed: int = 0) -> Ite
 
 
 def files_of(source: Source) -> list[Path]:
-    """The files of a source, in the order of their names; none of the library and of the hub."""
+    """The files of a source, sorted by name; empty for installed source and data sets of the hub."""
     if source.path is None or source.is_built_in:
         return []
     path = Path(source.path).expanduser()
@@ -89,10 +89,10 @@ def files_of(source: Source) -> list[Path]:
         return [path]
     if (saved := tables.saved_files(path, source.split)) is not None:
         return saved
-    found = sorted(one for one in path.rglob("*") if one.suffix in ENDINGS and one.is_file())
-    if not found:
-        raise DataError(f"{path} has no file of prompts; wanted files that end in {', '.join(ENDINGS)}")
-    return found
+    files = sorted(file for file in path.rglob("*") if file.suffix in ENDINGS and file.is_file())
+    if not files:
+        raise DataError(f"{path} has no file of prompts; give files that end in {', '.join(ENDINGS)}")
+    return files
 
 
 def _of_file(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[Row]:
@@ -101,8 +101,10 @@ def _of_file(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[Row]:
     if path.suffix in TABLES:
         return tables.rows_of(path)
     if path.suffix == ".txt":
-        return _text_file(path, skip_bad, skipped)
-    return _jsonl(path, skip_bad, skipped) if path.suffix == ".jsonl" else _json(path, skip_bad, skipped)
+        return _rows_by_line(path, skip_bad, skipped, _prompt_line)
+    if path.suffix == ".jsonl":
+        return _rows_by_line(path, skip_bad, skipped, _json_line)
+    return _json(path, skip_bad, skipped)
 
 
 def _built_in(path: str, count: int, seed: int) -> Iterator[Row]:
@@ -110,22 +112,24 @@ def _built_in(path: str, count: int, seed: int) -> Iterator[Row]:
     if kind == "instructions":
         if name not in get_args(demo.Split):
             raise DataError(f"instructions:{name} is unknown; use instructions:train or instructions:held_out")
-        found = many_instructions(seed) if name == "train" else instructions(name, seed)
-        return ((row["id"], row) for row in itertools.islice(found, count))
+        prompts = many_instructions(seed) if name == "train" else instructions(name, seed)
+        return ((row["id"], row) for row in islice(prompts, count))
     if kind == "packages":
         drawn = demo.pieces(demo.package_modules(name.split(",")), count, f"{path} {seed}", SHORT)
     elif name in get_args(demo.Split):
         is_train = name == "train"
-        # of the held-out ones, other pieces than an evaluation with the same seed draws
+        # another seed for held-out pieces, since an evaluation with the same seed would draw the same ones
         drawn = demo.prompts(cast(demo.Split, name), count, seed + (not is_train), SHORT if is_train else LONG)
     else:
         raise DataError(f"stdlib:{name} is unknown; use stdlib:train or stdlib:held_out")
-    return ((one, {"id": one, "prompt": text}) for one, text in drawn)
+    return ((name, {"id": name, "prompt": text}) for name, text in drawn)
 
 
 def instructions(split: str, seed: int, kinds: Collection[str] = ()) -> Iterator[dict[str, Any]]:
-    """The package's own instructions for chat models, in an order by the seed: {id, kind, split, turns}.  kinds: these
-    alone."""
+    """The instructions for chat models that ship with Outrider, shuffled by the seed: {id, kind, split, turns}.
+
+    kinds: only these, if not empty.
+    """
     lines = (resources.files("outrider.data") / "instructions.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if row["split"] == split]
     random.Random(f"{split} {seed}").shuffle(rows)
@@ -134,8 +138,8 @@ def instructions(split: str, seed: int, kinds: Collection[str] = ()) -> Iterator
 
 
 def many_instructions(seed: int) -> Iterator[dict[str, Any]]:
-    """The instructions for training, and then for as long as there are some, in turn: a question about a function of
-    the standard library, and an instruction again, under another id."""
+    """The instructions for training, followed by alternating questions about functions of the standard library and
+    repetitions of the instructions under new ids, until there are no more questions."""
     first = list(instructions("train", seed))
     yield from first
     again = itertools.cycle(first)
@@ -149,8 +153,10 @@ def many_instructions(seed: int) -> Iterator[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
-    """Lines as bytes, so that a torn character affects its own line only; None for a line that is too long.  A byte
-    order mark at the start is left out."""
+    """Lines as bytes, so that an invalid character affects only its line; None for a line that is too long.
+
+    A byte order mark at the start is removed.
+    """
     try:
         with path.open("rb") as file:
             number = 0
@@ -161,63 +167,66 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
                 is_long = len(line) > ROW_BYTES
                 while is_long and line and not line.endswith(b"\n"):
                     line = file.readline(ROW_BYTES)
-                whole = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                yield number, None if is_long else whole
+                content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                yield number, None if is_long else content
     except OSError as error:
         raise DataError(f"{path} can't be read: {error}") from None
 
 
-def _held(path: Path, number: int, line: bytes | None) -> bytes:
-    """The line, unless it is too long."""
-    if line is None:
-        problem = f"{path}, line {number} is longer than {ROW_BYTES // MIB} MiB"
-        raise DataError(f"{problem}; write one row a line, or skip such lines with --skip-bad")
-    return line
+def _nonempty_lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
+    return ((number, line) for number, line in _lines(path) if line is None or line.strip())
 
 
-def _text_file(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[Row]:
+def _rows_by_line(
+    path: Path, skip_bad: bool, skipped: Skipped, parse: Callable[[Path, int, bytes], Any]
+) -> Iterator[Row]:
+    """A row for every line that is not empty.  parse: gets file, line number and line."""
+
     def row(numbered: tuple[int, bytes | None]) -> Row:
         number, line = numbered
-        try:
-            return f"{path.name}:{number}", {"prompt": _held(path, number, line).decode("utf-8").rstrip("\r\n")}
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}, line {number} is not UTF-8 text: {error}") from None
+        if line is None:
+            raise DataError(
+                f"{path}, line {number} is longer than {ROW_BYTES // MIB} MiB; write one row per line, or skip such "
+                "lines with --skip-bad"
+            )
+        return f"{path.name}:{number}", parse(path, number, line)
 
-    filled = ((number, line) for number, line in _lines(path) if line is None or line.strip())
-    return skipped.usable(filled, row, skip_bad)
+    return skipped.usable(_nonempty_lines(path), row, skip_bad)
 
 
-def _jsonl(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[Row]:
-    def row(numbered: tuple[int, bytes | None]) -> Row:
-        number, line = numbered
-        held = _held(path, number, line)
-        try:
-            return f"{path.name}:{number}", json.loads(held)
-        except (ValueError, RecursionError) as error:
-            cut = "" if held.endswith(b"\n") else " (the line is cut off)"
-            problem = f"{path}, line {number} is not JSON{cut}: {error}"
-            raise DataError(f"{problem}; correct it, or skip such lines with --skip-bad") from None
+def _prompt_line(path: Path, number: int, line: bytes) -> dict[str, str]:
+    try:
+        return {"prompt": line.decode("utf-8").rstrip("\r\n")}
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}, line {number} is not UTF-8 text: {error}") from None
 
-    filled = ((number, line) for number, line in _lines(path) if line is None or line.strip())
-    return skipped.usable(filled, row, skip_bad)
+
+def _json_line(path: Path, number: int, line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        cut = "" if line.endswith(b"\n") else " (the line is cut off)"
+        raise DataError(
+            f"{path}, line {number} is not JSON{cut}: {error}; correct it, or skip such lines with --skip-bad"
+        ) from None
 
 
 # ── one list of rows ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _json(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[Row]:
-    """Rows of a list, as ShareGPT's file has them, read piece by piece; lines of JSON under this name are read too."""
-    head = _Text(path)
-    if head.next_letter() == "[":
-        return _listed(path, head)
-    head.close()
-    filled = list(islice((line for _, line in _lines(path) if line is None or line.strip()), 2))
-    if len(filled) == 2 and (filled[0] is None or _is_json(filled[0])):
-        return _jsonl(path, skip_bad, skipped)
-    if len(filled) == 1 and filled[0] is not None and _is_json(filled[0]):
-        problem = f"{path} must hold a list of rows, got {type(json.loads(filled[0])).__name__}"
+    """Rows of a list, as in ShareGPT's file, streamed; a file of this name with a JSON row per line is read too."""
+    text = _Text(path)
+    if text.next_letter() == "[":
+        return _listed(path, text)
+    text.close()
+    lines = [line for _, line in islice(_nonempty_lines(path), 2)]
+    if len(lines) == 2 and (lines[0] is None or _is_json(lines[0])):
+        return _rows_by_line(path, skip_bad, skipped, _json_line)
+    if len(lines) == 1 and lines[0] is not None and _is_json(lines[0]):
+        problem = f"{path} must have a list of rows, got {type(json.loads(lines[0])).__name__}"
     else:
-        problem = f"{path} is not JSON: neither a list of rows nor a row a line"
+        problem = f"{path} is not JSON: neither a list of rows nor a row per line"
     raise DataError(f"{problem}; give a list, or FILE.jsonl with one row per line")
 
 
@@ -230,7 +239,7 @@ def _is_json(text: bytes) -> bool:
 
 
 def _listed(path: Path, text: "_Text") -> Iterator[Row]:
-    """The entries of the list that `text` stands before."""
+    """The entries of the list at the current position of `text`."""
     with text:
         text.take(1)
         number = 0
@@ -250,7 +259,7 @@ def _listed(path: Path, text: "_Text") -> Iterator[Row]:
 
 
 class _Text:
-    """A file's text, decoded in pieces, and a place in it."""
+    """A file's text, decoded in pieces, with a current position."""
 
     def __init__(self, path: Path):
         self.path, self._text, self._at = path, "", 0
@@ -277,7 +286,7 @@ class _Text:
         self._at += count
 
     def next_letter(self) -> str:
-        """The next letter that is not white space, not taken; empty at the end."""
+        """The next non-space character, without consuming it; empty at the end."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
                 self._at += 1
@@ -287,25 +296,25 @@ class _Text:
                 return ""
 
     def value(self, name: str) -> Any:
-        """The next value, taken.  Raises DataError for what is not JSON, and for what is longer than a row may be."""
+        """Consume the next value.  Raises DataError if it is not JSON or longer than a row may be."""
         self.next_letter()
         while True:
             try:
-                found, end = self._decoder.raw_decode(self._text, self._at)
+                value, end = self._decoder.raw_decode(self._text, self._at)
             except (ValueError, RecursionError) as error:
                 if len(self._text) - self._at > ROW_BYTES:
                     raise DataError(f"{self.path}: {name} is longer than {ROW_BYTES // MIB} MiB, or damaged") from None
                 if isinstance(error, RecursionError) or not self._more():
                     raise self.error(f"{name}: {error}") from None
                 continue
-            is_number = isinstance(found, int | float) and self._text[end : end + 1] in ("", *"+-.eE0123456789")
-            if is_number and self._more():  # it may go on in the next piece
+            is_number = isinstance(value, int | float) and self._text[end : end + 1] in ("", *"+-.eE0123456789")
+            if is_number and self._more():  # it may continue in the next piece
                 continue
             self._at = end
-            return found
+            return value
 
     def _more(self) -> bool:
-        """Read on, by as much as is held already, so that a long row is not scanned again and again."""
+        """Read as much again as is buffered, so that the total time for a long row stays linear."""
         self._text, self._at = self._text[self._at :], 0
         try:
             data = self._file.read(max(PIECE, len(self._text)))
@@ -321,9 +330,9 @@ class _Text:
 
 
 def _hub(source: Source, seed: int) -> Iterator[Row]:
-    found = data_set(source, seed)
+    loaded = data_set(source, seed)
     try:
-        for number, row in enumerate(found):
+        for number, row in enumerate(loaded):
             yield f"{source.name}[{number}]", tables.without_nulls(row)
     except (OSError, ValueError, ConnectionError) as error:
         raise _unreachable(source, error) from None
@@ -331,24 +340,22 @@ def _hub(source: Source, seed: int) -> Iterator[Row]:
 
 @functools.lru_cache(8)
 def data_set(source: Source, seed: int = 0) -> Any:
-    """A data set of the hub: on disk, or, where only some rows are wanted, read from the network as they come."""
+    """A data set of the hub: downloaded, or streamed if only some of its rows are used."""
     assert source.name is not None
     if (problem := missing_path(source.name)) is not None:
         raise DataError(f"{problem}; name a file of prompts, a data set of the hub, or stdlib:train")
-    import datasets  # a second to import, and only needed here
+    import datasets  # takes a second
 
-    only_some = source.count is not None
+    is_streamed = source.count is not None
     try:
-        found = datasets.load_dataset(
-            source.name, source.config, split=source.split, revision=source.revision, streaming=only_some
+        loaded = datasets.load_dataset(
+            source.name, source.config, split=source.split, revision=source.revision, streaming=is_streamed
         )
-        return found.shuffle(seed=seed, buffer_size=10_000) if only_some else found
+        return loaded.shuffle(seed=seed, buffer_size=10_000) if is_streamed else loaded
     except (OSError, ValueError, ConnectionError) as error:
         raise _unreachable(source, error) from None
 
 
 def _unreachable(source: Source, error: Exception) -> DataError:
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return DataError(
-        f"can't load data set {source.name!r}: {first}; give a local .jsonl file where there is no network"
-    )
+    return DataError(f"can't load data set {source.name!r}: {first}; without a network, give a local .jsonl file")

@@ -1,4 +1,4 @@
-"""The prompts of a run in a file of its own, so that its sources are read once for all that is done with them."""
+"""The prompts of a run in a temporary file, so that its sources are read only once."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from outrider.data.answers.talks import Asked
+from outrider.data.answers.dialogue import HashedConversation
 from outrider.data.sources.conversations import Conversation
 
 
 class Spool:
-    """Prompts in their order, on disk until this is closed; a killed process leaves nothing."""
+    """Prompts in order, on disk until this is closed; a killed process leaves nothing behind."""
 
     def __init__(self, folder: Path):
-        """folder: the file lies there, without a name."""
+        """folder: where the unnamed temporary file is."""
         self._file = tempfile.TemporaryFile("w+", encoding="utf-8", dir=folder)  # noqa: SIM115, closed with this object
 
     def __enter__(self) -> Spool:
@@ -24,15 +24,15 @@ class Spool:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def add(self, one: Asked) -> None:
+    def add(self, prompt: HashedConversation) -> None:
         """Append a prompt.  Raises OSError for a full disk, now or when the prompts are read."""
-        talk = one.conversation
-        row = [one.prompt_hash, talk.id, talk.messages, talk.place, talk.group, list(talk.tools)]
+        it = prompt.conversation
+        row = [prompt.prompt_hash, it.id, it.messages, it.place, it.group, list(it.tools)]
         self._file.write(json.dumps(row) + "\n")
 
-    def __iter__(self) -> Iterator[Asked]:
-        """All prompts, from the first one; one reading at a time."""
+    def __iter__(self) -> Iterator[HashedConversation]:
+        """All prompts from the start; only one iteration at a time."""
         self._file.seek(0)
         for line in self._file:
             prompt_hash, name, messages, place, group, tools = json.loads(line)
-            yield Asked(Conversation(name, messages, place, group, tuple(tools)), prompt_hash)
+            yield HashedConversation(Conversation(name, messages, place, group, tuple(tools)), prompt_hash)

@@ -1,7 +1,7 @@
-"""Rows of tables: Parquet and Arrow files, folders that `datasets` wrote with save_to_disk, data sets of the hub.
+"""Rows of tables: Parquet and Arrow files, folders written by `datasets`' save_to_disk, data sets of the hub.
 
-A table has one type a column, so each struct has the fields of all rows, null where a row has none of its own.  Such
-fields were never in the row and are left out.
+A table has one type per column, so each struct has the fields of all rows, with null for those a row lacks.  Such
+fields were never in the row and are removed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from outrider.errors import DataError
 from outrider.targets.text.parts import without_nulls
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
-"""Files that save_to_disk writes: one in each data set, and one beside several splits."""
+"""Files of save_to_disk: one in each data set, and one in a folder of several splits."""
 BATCH = 64
-"""Rows that are in memory at the same time."""
+"""Number of rows in memory."""
 
 
 def rows_of(path: Path) -> Iterator[tuple[str, Any]]:
     """The rows of a .parquet or .arrow file, each with its place.  Raises DataError for a damaged file."""
-    import pyarrow  # a third of a second to import, and only needed here
+    import pyarrow  # takes a third of a second
 
     number = 0
     try:
@@ -32,8 +32,9 @@ def rows_of(path: Path) -> Iterator[tuple[str, Any]]:
                     yield f"{path.name}[{number}]", without_nulls(row)
                     number += 1
     except (OSError, KeyError, pyarrow.ArrowException) as error:
-        problem = f"{path} can't be read after row {number}: {error}"
-        raise DataError(f"{problem}; copy the file again, or leave it out") from None
+        raise DataError(
+            f"{path} can't be read after row {number}: {error}; copy the file again, or leave it out"
+        ) from None
 
 
 def _parquet(path: Path) -> Iterator[Any]:
@@ -44,7 +45,7 @@ def _parquet(path: Path) -> Iterator[Any]:
 
 
 def _arrow(path: Path) -> Iterator[Any]:
-    """Batches of a stream, as `datasets` writes it, or of a file."""
+    """Record batches of Arrow's stream format, which `datasets` writes, or of its file format."""
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as file:
@@ -52,15 +53,15 @@ def _arrow(path: Path) -> Iterator[Any]:
             reader = pyarrow.ipc.open_stream(file)
         except pyarrow.ArrowInvalid:
             file.seek(0)
-            whole = pyarrow.ipc.open_file(file)
-            reader = (whole.get_batch(number) for number in range(whole.num_record_batches))
+            batches = pyarrow.ipc.open_file(file)
+            reader = (batches.get_batch(number) for number in range(batches.num_record_batches))
         yield from reader
 
 
 def saved_files(folder: Path, split: str) -> list[Path] | None:
-    """The files of a folder that save_to_disk wrote, in the order of their rows; None for any other folder.
+    """The files of a folder written by save_to_disk, in the order of their rows; None for any other folder.
 
-    Raises DataError where it has several splits and not this one, and where a file of it is missing.
+    Raises DataError if it has several splits but not this one, or if one of its files is missing.
     """
     if (folder / SPLITS).exists():
         splits = _json(folder / SPLITS).get("splits")
@@ -71,18 +72,19 @@ def saved_files(folder: Path, split: str) -> list[Path] | None:
         folder = folder / split
     if not (folder / STATE).exists():
         return None
-    listed = _json(folder / STATE).get("_data_files")
-    names = [one.get("filename") for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
+    entries = _json(folder / STATE).get("_data_files")
+    entries = entries if isinstance(entries, list) else []
+    names = [entry.get("filename") for entry in entries if isinstance(entry, Mapping)]
     files = [folder / name for name in names if isinstance(name, str)]
     if not files or (missing := [file for file in files if not file.is_file()]):
-        gone = f"lacks {missing[0].name}" if files else f"has a {STATE} that lists no files"
-        raise DataError(f"{folder}, a data set of save_to_disk, {gone}; copy the folder again, or save it again")
+        problem = f"lacks {missing[0].name}" if files else f"has a {STATE} that lists no files"
+        raise DataError(f"{folder}, a data set of save_to_disk, {problem}; copy the folder again, or save it again")
     return files
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} can't be read: {error}; copy the folder again") from None
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
