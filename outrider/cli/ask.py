@@ -76,9 +76,9 @@ def ask(
     if not is_file and out is not None:
         raise ConfigError("--out is for a file of prompts (.jsonl); the answer to a text is printed")
     table, key = None if prices is None else load_prices(prices), key_of(key_from)
-    given: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    given["prediction"] = None if prediction is None else _text_in(prediction)
-    settings = {name: value for name, value in given.items() if value is not None}
+    fields: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    fields["prediction"] = None if prediction is None else _text_in(prediction)
+    settings = {name: value for name, value in fields.items() if value is not None}
 
     def made() -> AsyncClient:
         limits = Limits(concurrency, requests_per_minute=rpm, tokens_per_minute=tpm)
@@ -142,28 +142,28 @@ async def _name_model(client: AsyncClient) -> None:
 
 
 def _ask_file(
-    made: MadeClient, given: Path, settings: Mapping[str, Any], out: Path, concurrency: int
+    made: MadeClient, source: Path, settings: Mapping[str, Any], out: Path, concurrency: int
 ) -> dict[str, Any]:
     """Answer a file of prompts into another, and print what became of them."""
-    prompts = read_prompts(given, settings)
-    if out.exists() and out.samefile(given):
-        raise ConfigError(f"answers would overwrite {given}; name another file with --out")
+    prompts = read_prompts(source, settings)
+    if out.exists() and out.samefile(source):
+        raise ConfigError(f"answers would overwrite {source}; name another file with --out")
     with locked(out):
         left = unanswered(prompts, out)
         before = len(prompts) - len(left)
-        report = asyncio.run(_main(made, given, left, before, out, concurrency))
+        report = asyncio.run(_main(made, source, left, before, out, concurrency))
     _print(report, out)
     return report
 
 
 async def _main(
-    made: MadeClient, given: Path, left: list[Prompt], before: int, out: Path, concurrency: int
+    made: MadeClient, source: Path, left: list[Prompt], before: int, out: Path, concurrency: int
 ) -> dict[str, Any]:
     began, total = time.monotonic(), len(left) + before
     async with made() as client:
         if left:
             await _name_model(client)
-        say(f"ask       {given}: {total} prompts, {before} answered before; model {client.model}, answers in {out}")
+        say(f"ask       {source}: {total} prompts, {before} answered before; model {client.model}, answers in {out}")
         with bar("prompts", total, before) as update:
             tell = lambda done, failed: update(before + done + failed, f"{failed} failed" if failed else "")
             progress = await ask_all(client, left, out, concurrency, tell)
@@ -194,10 +194,10 @@ def _summary(report: Mapping[str, Any]) -> list[str]:
     """What an answer took: tokens, time, attempts, cost."""
     usage = report["usage"]
     repeated = usage["attempts"] - usage["requests"] + usage["cached"]
-    found = [f"{usage['completion_tokens']} tokens after {usage['prompt_tokens']}", lasting(report["seconds"])]
-    found += [f"sent {usage['attempts']} times"] if repeated > 0 else []
-    found += ["from the cache"] if usage["cached"] else []
-    return [*found, f"cost {_cost(report)}"]
+    parts = [f"{usage['completion_tokens']} tokens after {usage['prompt_tokens']}", lasting(report["seconds"])]
+    parts += [f"sent {usage['attempts']} times"] if repeated > 0 else []
+    parts += ["from the cache"] if usage["cached"] else []
+    return [*parts, f"cost {_cost(report)}"]
 
 
 def _cost(report: Mapping[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """Connections to one server over HTTP/1.1, each carrying one streamed answer at a time.  No torch.
 
-h11 does the HTTP; this file notes when bytes arrive and how an answer ends.  httpx would take three times the CPU per
-call: two thirds of a core at 200 calls a second, which would distort the times (benchmarks/traffic.py).
+h11 implements HTTP; this file records when bytes arrive and how an answer ends.  httpx would take three times the CPU
+per call: two thirds of a core at 200 calls/s, which would distort the times (benchmarks/traffic.py).
 
-Nothing here raises for what a server does: every way in which an answer can end gives an `Answer`.
+Whatever a server does, nothing here raises: every failure is recorded in an `Answer`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ LARGEST_HEAD_BYTES = 64 * 2**10
 LARGEST_EVENT_BYTES = 16 * 2**20
 LARGEST_ERROR_BYTES = 16 * 2**10
 CONNECT_S = 10.0
+NO_ADDRESS = "none of its addresses answers"
 NOT_UNDERSTOOD = (h11.RemoteProtocolError, ValueError, AttributeError, TypeError)
-"""Raised for bytes that are not HTTP, and for events that do not belong to an answer."""
+"""Raised for bytes that are not HTTP, and for malformed events."""
 
 
 class _Connection(asyncio.Protocol):
@@ -39,7 +40,7 @@ class _Connection(asyncio.Protocol):
         self.http = h11.Connection(h11.CLIENT, max_incomplete_event_size=LARGEST_HEAD_BYTES)
         self.transport: asyncio.Transport | None = None
         self.answer: Answer | None = None
-        """The one that is under way."""
+        """The one in progress."""
         self.over = asyncio.Event()
         self.received_s = 0.0
 
@@ -51,9 +52,11 @@ class _Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
 
-    async def carry(self, answer: Answer, request: h11.Request, body: bytes) -> None:
-        """Send a request and fill its answer until it is over.  When cancelled, closes the connection; the answer so
-        far stays."""
+    async def send(self, answer: Answer, request: h11.Request, body: bytes) -> None:
+        """Send a request and fill in its answer until it ends.
+
+        Cancellation closes the connection and keeps the partial answer.
+        """
         assert self.transport is not None and self.answer is None
         self.answer, self.events, self.body, self.is_stream = answer, EventDecoder(), bytearray(), False
         self.over.clear()
@@ -68,7 +71,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.answer is None:
-            # the server sent bytes without a request: they could not be told from the next answer
+            # bytes without a request would be mistaken for the next answer
             self.drop()
             return
         self.received_s = time.perf_counter()
@@ -87,7 +90,7 @@ class _Connection(asyncio.Protocol):
         self.end(f"connection closed ({type(error).__name__})" if error else "connection closed")
 
     def _read(self, data: bytes) -> None:
-        """Handle the events in the bytes; no bytes mean the end of the connection."""
+        """Process the events in the bytes; no bytes mean the end of the connection."""
         self.http.receive_data(data)
         while (answer := self.answer) is not None:
             event = self.http.next_event()
@@ -106,8 +109,10 @@ class _Connection(asyncio.Protocol):
         answer.retry_after_s = _retry_after(headers.get("retry-after"))
         self.is_stream = head.status_code == 200 and headers.get("content-type", "").startswith("text/event-stream")
         if headers.get("content-encoding", "identity") != "identity":
-            found = f"the answer is compressed with {headers['content-encoding']}, but no compression was asked for"
-            raise ValueError(f"{found}; turn it off in the server")
+            raise ValueError(
+                f"the answer is compressed with {headers['content-encoding']}, but no compression was requested; "
+                "turn it off in the server"
+            )
 
     def _take_body(self, answer: Answer, part: bytes) -> None:
         if self.is_stream:
@@ -125,7 +130,7 @@ class _Connection(asyncio.Protocol):
                 return
 
     def _take_end(self, answer: Answer) -> None:
-        """All of the body has arrived."""
+        """The body is complete."""
         if answer.status != 200:
             answer.refuse(bytes(self.body))
         elif self.is_stream:
@@ -137,7 +142,7 @@ class _Connection(asyncio.Protocol):
         self.end(answer.failure or (None if is_complete else "the stream ended before the answer did"), keep=True)
 
     def end(self, failure: str | None, keep: bool = False) -> None:
-        """The answer is over.  keep: the connection can carry another."""
+        """End the answer.  keep: the connection may be reused."""
         if self.answer is None:
             return
         self.answer.end(time.perf_counter(), failure)
@@ -154,7 +159,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _retry_after(value: str | None) -> float | None:
-    """Seconds, from a count of them or a date."""
+    """Seconds, from a number or a date."""
     if value is None:
         return None
     try:
@@ -165,13 +170,13 @@ def _retry_after(value: str | None) -> float | None:
         return None
 
 
-class Client:
-    """Connections to one server, one for each answer under way.  A new call takes the one that was used last."""
+class ConnectionPool:
+    """Connections to one server, one for each answer in progress.  A new call takes the most recently used one."""
 
     def __init__(self, address: Address, timeout_s: float = 120.0, key: str | None = None) -> None:
         self.address = address
         self.timeout_s = timeout_s
-        """The longest silence."""
+        """The longest time without a byte."""
         self.free: list[_Connection] = []
         self.busy: set[_Connection] = set()
         self.tls = ssl.create_default_context() if address.tls else None
@@ -181,32 +186,32 @@ class Client:
         }  # fmt: skip
         self.watch: asyncio.TimerHandle | None = None
 
-    async def ask(self, path: str, body: bytes, name: str, answer: Answer | None = None) -> Answer:
-        """Post `body`, with `name` as X-Request-Id.  Fills `answer`, or a new one.
+    async def post(self, path: str, body: bytes, name: str, answer: Answer | None = None) -> Answer:
+        """Post `body`, with `name` as X-Request-Id.  Fills in `answer`, or a new one.
 
-        When cancelled, it closes the connection, and `answer` holds what arrived until then.
+        Cancellation closes the connection and keeps the partial `answer`.
         """
         self._watch()
-        own = {"X-Request-Id": re.sub(r"[^\x21-\x7e]", "_", name)[:200], "Content-Length": str(len(body))}
-        headers = list((self.headers | own).items())
+        call_headers = {"X-Request-Id": re.sub(r"[^\x21-\x7e]", "_", name)[:200], "Content-Length": str(len(body))}
+        headers = list((self.headers | call_headers).items())
         request = h11.Request(method="POST", target=self.address.prefix + path, headers=headers)
         answer = answer or Answer(time.perf_counter())
         while self.free:
             used = self.free.pop()
             if used.is_open:
-                await self._carry(used, answer, request, body)
+                await self._send(used, answer, request, body)
                 if answer.status is not None or not (answer.failure or "").startswith("connection closed"):
                     return answer
-                # the server had closed it while it was idle, which is not a failure
+                # the server had closed the idle connection, which is not a failure
                 answer.failure = None
                 break
         connection = await self._connected(answer)
         if connection is not None:
-            await self._carry(connection, answer, request, body)
+            await self._send(connection, answer, request, body)
         return answer
 
     async def _connected(self, answer: Answer) -> _Connection | None:
-        """A new connection; None where there is none, with the reason in the answer."""
+        """A new connection; None if it failed, with the reason in the answer."""
         try:
             async with asyncio.timeout(min(CONNECT_S, self.timeout_s)):
                 _, connection = await asyncio.get_running_loop().create_connection(
@@ -218,34 +223,30 @@ class Client:
         except ssl.SSLError as error:
             reason = error.reason or "TLS"
         except OSError as error:
-            # several addresses that all fail give one error without a number; an unknown name has numbers of its own
-            known = (
-                error.strerror
-                if isinstance(error, socket.gaierror)
-                else os.strerror(error.errno)
-                if error.errno
-                else None
-            )
-            reason = known or "none of its addresses answers"
+            # if all of several addresses fail, the error has no errno; that of an unknown name has a different meaning
+            if isinstance(error, socket.gaierror):
+                reason = error.strerror or NO_ADDRESS
+            else:
+                reason = os.strerror(error.errno) if error.errno else NO_ADDRESS
         answer.end(time.perf_counter(), f"no connection: {reason}")
         return None
 
-    async def _carry(self, connection: _Connection, answer: Answer, request: h11.Request, body: bytes) -> None:
+    async def _send(self, connection: _Connection, answer: Answer, request: h11.Request, body: bytes) -> None:
         self.busy.add(connection)
         try:
-            await connection.carry(answer, request, body)
+            await connection.send(answer, request, body)
         finally:
             self.busy.discard(connection)
         if connection.is_open:
             self.free.append(connection)
 
     def _watch(self) -> None:
-        """Check for silent connections now and then: a timer for each would cost more than everything else."""
+        """Check for silent connections periodically: a timer for each would cost more than everything else."""
         if self.watch is None:
             every_s = min(1.0, self.timeout_s / 10)
-            self.watch = asyncio.get_running_loop().call_later(every_s, self._look)
+            self.watch = asyncio.get_running_loop().call_later(every_s, self._check_silence)
 
-    def _look(self) -> None:
+    def _check_silence(self) -> None:
         self.watch = None
         now = time.perf_counter()
         for connection in [one for one in self.busy if now - one.received_s > self.timeout_s]:
