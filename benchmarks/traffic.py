@@ -40,7 +40,7 @@ from outrider.traffic.address import address_of
 from outrider.traffic.logs import traces
 from outrider.traffic.logs.calls import words
 from outrider.traffic.replay import run
-from outrider.traffic.replay.connection import Client
+from outrider.traffic.replay.connection import ConnectionPool
 from outrider.traffic.replay.plan import Plan, dues
 
 STUB = Path(__file__).resolve().with_name("stub_server.py")
@@ -266,11 +266,11 @@ def by_h11() -> Reader:
 
 
 def by_our_own() -> Reader:
-    clients: dict[str, Client] = {}
+    clients: dict[str, ConnectionPool] = {}
 
     async def ask(url: str, body: bytes) -> None:
-        client = clients.setdefault(url, Client(address_of(url)))
-        answer = await client.ask("/v1/chat/completions", body, "x")
+        client = clients.setdefault(url, ConnectionPool(address_of(url)))
+        answer = await client.post("/v1/chat/completions", body, "x")
         assert answer.kind == "answered"
 
     return ask

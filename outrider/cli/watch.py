@@ -68,8 +68,8 @@ def watch(
         raise ConfigError(
             f"--temperature {temperature:g} has no effect without --release; add --release with the report that has it"
         )
-    found, is_outside = _once(url, promised, for_s) if once else _live(url, promised, every, for_s, log)
-    write_json(json_to, found)
+    reading, is_outside = _once(url, promised, for_s) if once else _live(url, promised, every, for_s, log)
+    write_json(json_to, reading)
     if is_outside:
         raise typer.Exit(1)
 
@@ -82,8 +82,8 @@ def _once(url: str, promised: Release | None, for_s: float | None) -> tuple[dict
     console.show(_table([(over, window)], promised))
     side = None if promised is None else standing(window, promised)
     console.out.print(_standing_text(side, window, promised))
-    found = {"server": counters.server, "running": counters.running, "waiting": counters.waiting, "side": SIDES[side]}
-    return found | {"window": window.json(), "release": promised and promised.json()}, side in (-1, 1)
+    reading = {"server": counters.server, "running": counters.running, "waiting": counters.waiting, "side": SIDES[side]}
+    return reading | {"window": window.json(), "release": promised and promised.json()}, side in (-1, 1)
 
 
 def _say_head(what: str, promised: Release | None) -> None:
@@ -93,7 +93,7 @@ def _say_head(what: str, promised: Release | None) -> None:
 
 
 def _standing_text(side: int | None, window: Window, promised: Release | None) -> Text:
-    if promised is not None and (window.found.tokens_per_step is None or window.steps <= 0):
+    if promised is not None and (window.stats.tokens_per_step is None or window.steps <= 0):
         return Text("nothing was decoded, so nothing can be compared")
     return _side_text(side, promised, f"inside the release's interval, as far as {window.steps:,} steps can tell")
 
@@ -127,8 +127,8 @@ def _live(
                     lines.write(json.dumps(view.json()) + "\n")
     if not console.out.is_terminal:
         console.out.print()
-    found = view.json() if view is not None else {}
-    return found | {"release": promised and promised.json(), "alarmed": alarmed}, alarmed
+    reading = view.json() if view is not None else {}
+    return reading | {"release": promised and promised.json(), "alarmed": alarmed}, alarmed
 
 
 def _opened(log: Path | None) -> AbstractContextManager[IO[str] | None]:
@@ -171,21 +171,21 @@ def _table(columns: list[tuple[str, Window]], promised: Release | None) -> conso
     """Figures in rows, periods in columns, the release's interval last."""
     heads = [f"{name:>8}" for name, _ in columns] + (["release"] if promised else [])
     table = console.table("", *heads, right=heads)
-    founds = [window.found for _, window in columns]
+    stats = [window.stats for _, window in columns]
 
     def row(name: str, cells: list[str], limits: str = "") -> None:
         table.add_row(name, *cells, *([] if promised is None else [limits]))
 
     interval = promised.tokens_per_step if promised else None
-    own = " (the server's own mean)" if any(found.is_interval for found in founds) else ""
+    source = " (the server's own mean)" if any(each.is_interval for each in stats) else ""
     limits = f"{interval.low:.2f} … {interval.high:.2f}" if interval else ""
-    row(f"tokens per step{own}", [_figure(found.tokens_per_step, ".2f") for found in founds], limits)
-    row("tokens per step with a draft", [_figure(found.tokens_per_draft, ".2f") for found in founds])
-    row("drafted tokens accepted", [_figure(found.draft_acceptance, ".1%") for found in founds])
+    row(f"tokens per step{source}", [_figure(each.tokens_per_step, ".2f") for each in stats], limits)
+    row("tokens per step with a draft", [_figure(each.tokens_per_draft, ".2f") for each in stats])
+    row("drafted tokens accepted", [_figure(each.draft_acceptance, ".1%") for each in stats])
     depths = () if promised is None else promised.by_depth
-    for k in range(max([len(found.rates) for found in founds], default=0)):
+    for k in range(max([len(each.rates) for each in stats], default=0)):
         limits = f"{100 * depths[k].low:.0f} … {100 * depths[k].high:.0f} %" if k < len(depths) else ""
-        rates = [found.rates[k] if k < len(found.rates) else None for found in founds]
+        rates = [each.rates[k] if k < len(each.rates) else None for each in stats]
         row(f"  accepted at depth {k + 1}", [_figure(rate, ".1%") for rate in rates], limits)
     row("steps", [f"{window.steps:,}" for _, window in columns])
     row("tokens/s", [_figure(window.tokens_per_s, ".1f") for _, window in columns])

@@ -1,1 +1,1 @@
-"""Traffic: recorded calls sent again to a running server, the answers and their times, and acceptance in production."""
+"""Recorded traffic, replayed to running servers, and acceptance in production."""

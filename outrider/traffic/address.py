@@ -1,4 +1,4 @@
-"""Where a server is: an address as users write it, without its password where it is shown.  No torch."""
+"""The address of a server as users write it, and without its password for output.  No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.errors import ConfigError
 
 
 class Address(NamedTuple):
-    """Where a server is."""
+    """The address of a server."""
 
     host: str
     port: int
@@ -38,13 +38,13 @@ class Address(NamedTuple):
         return f"[{self.host}]" if ":" in self.host else self.host
 
     def authorization(self, key: str | None = None) -> dict[str, str]:
-        """The header that carries the key, or else the password of the address; empty where there is neither."""
+        """The header with the key, or else with the password of the address; empty without either."""
         secret = f"Bearer {key}" if key else f"Basic {self.basic}" if self.basic else None
         return {"Authorization": secret} if secret else {}
 
 
 def address_of(url: str) -> Address:
-    """The server at `url`, which may end in /v1, /metrics, or the path of an endpoint.  ConfigError: not an address."""
+    """The server at `url`, which may end in /v1, /metrics, or the path of an endpoint.  Raises ConfigError."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)

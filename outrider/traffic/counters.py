@@ -1,14 +1,14 @@
 """A server's counters of drafts, read from its /metrics, and the difference between two readings.  No torch.
 
-Supported are Outrider, vLLM and llama-server (counters), and SGLang (gauges of its last logging interval, which can't
-be subtracted).  Samples of several engines and models are summed.  The `_created` series that Python servers
-add to each counter is a time stamp, not a count: names are matched whole, never by prefix.
+Supports Outrider, vLLM and llama-server (counters), and SGLang (gauges of its last logging interval, which can't be
+subtracted).  Samples of several engines and models are summed.  The `_created` series that Python servers add to each
+counter is a time stamp, not a count, so names are matched exactly, never by prefix.
 
-`tokens_per_step` has the meaning it has everywhere in Outrider: tokens committed per step, bonus token included, steps
-without a draft included, tokens written by prefills not.  Servers report 1 + accepted / drafts instead: per step *with
-a draft*, before the last step is cut at the end of an answer.  That is `tokens_per_draft`.  Outrider counts steps, and
-a prompt's first token is written by one of them.  vLLM has no counter of steps, but its histogram of gaps between
-tokens gets one entry per step and request (as of 0.32).
+`tokens_per_step` means the same as everywhere in Outrider: tokens committed per step, including bonus tokens and steps
+without a draft, but not tokens from prefills.  Servers report 1 + accepted / drafts instead: per step *with a draft*,
+before the last step is cut at the end of an answer.  That is `tokens_per_draft`.  Outrider counts steps, and one of
+them generates a prompt's first token.  vLLM has no counter of steps, but its histogram of gaps between tokens gets one
+entry per step and request (as of 0.32).
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ LARGEST_BYTES = 32 * 2**20
 
 
 class Names(NamedTuple):
-    """The names of one kind of server's metrics; None where it has no such metric."""
+    """Metric names of one kind of server; None if it has no such metric."""
 
     server: str
     drafts: str
     drafted: str | None = None
     accepted: str | None = None
     by_position: str | None = None
-    """Its label `position` is the position in the draft, from 0."""
+    """The label `position` is the position in the draft, from 0."""
     tokens_per_step: str | None = None
-    """A gauge; only where there are no counters."""
+    """A gauge, for servers without counters."""
     steps: str | None = None
     """Steps with or without a draft, one per request and target pass."""
     generated: str | None = None
     first_tokens: str | None = None
-    """Requests whose first token was written by the prefill, not by a step."""
+    """Requests whose first token came from the prefill, not from a step."""
     running: str | None = None
     waiting: str | None = None
 
@@ -78,7 +78,7 @@ NAMES = (
         running="sglang:num_running_reqs", waiting="sglang:num_queue_reqs",
     ),
 )  # fmt: skip
-"""In the order tried: the first whose drafts are found names the server."""
+"""Tried in this order: the first one whose drafts are present names the server."""
 STARTED = "process_start_time_seconds"
 
 
@@ -91,32 +91,31 @@ IN_JSON = (
 
 
 @dataclass(frozen=True)
-class Acceptance:
-    """What was drafted and accepted over a period.  None: the server doesn't report it."""
+class SpeculationStats:
+    """What was drafted and accepted over a period.  None for what the server does not report."""
 
     drafts: int = 0
     """Steps with a draft."""
     drafted: int | None = None
     accepted: int | None = None
     by_position: tuple[int, ...] = ()
-    """[k]: drafts of which at least k + 1 tokens were accepted; empty where the server doesn't report it."""
+    """[k]: drafts of which at least k + 1 tokens were accepted; empty if the server does not report it."""
     steps: int | None = None
     """With or without a draft."""
     generated: int | None = None
-    """Tokens written."""
+    """Generated tokens."""
     first_tokens: int | None = None
-    """Those written by a prefill, one per request."""
+    """Tokens from prefills, one per request."""
     restarted: bool = False
-    """The server restarted between the readings; only what it counted since then is known."""
+    """The server restarted between the readings; the counts start there."""
     is_interval: bool = False
-    """`tokens_per_step` is the server's own mean over its last logging interval, not over the time between the
-    readings."""
+    """`tokens_per_step` is the server's mean over its last logging interval, not over the time between the readings."""
     gauge: float | None = None
-    """The server's own mean; None where it has none, or nothing was drafted."""
+    """The mean that the server reports; None if it reports none, or nothing was drafted."""
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Over all steps where the server counts them, else over those with a draft; None where there was no step."""
+        """Over all steps if the server counts them, else over those with a draft; None if there was no step."""
         if self.is_interval:
             return self.gauge
         if self.steps is None or self.generated is None:
@@ -129,8 +128,8 @@ class Acceptance:
         return 1 + self.accepted / self.drafts if self.drafts > 0 and self.accepted is not None else None
 
     @property
-    def is_of_every_step(self) -> bool:
-        """Whether `tokens_per_step` includes steps without a draft, as a report's does."""
+    def covers_every_step(self) -> bool:
+        """Whether `tokens_per_step` includes steps without a draft, as in a report."""
         return self.is_interval or (self.steps is not None and self.generated is not None)
 
     @property
@@ -148,15 +147,15 @@ class Acceptance:
         return {name: getattr(self, name) for name in IN_JSON}
 
 
-def added(parts: Sequence[Acceptance]) -> Acceptance:
+def merged(parts: Sequence[SpeculationStats]) -> SpeculationStats:
     """Several periods as one: counts are added, gauges weighted by their drafts."""
     if not parts:
-        return Acceptance()
+        return SpeculationStats()
     columns = {name: [getattr(part, name) for part in parts] for name in COUNTED}
     counts: dict[str, Any] = {name: None if None in column else sum(column) for name, column in columns.items()}
     positions = itertools.zip_longest(*(part.by_position for part in parts), fillvalue=0)
     gauges = [(part.gauge, max(part.drafts, 1)) for part in parts if part.gauge is not None]
-    return Acceptance(
+    return SpeculationStats(
         **counts, by_position=tuple(map(sum, positions)), restarted=any(part.restarted for part in parts),
         is_interval=any(part.is_interval for part in parts),
         gauge=sum(value * n for value, n in gauges) / sum(n for _, n in gauges) if gauges else None,
@@ -168,16 +167,16 @@ class Counters:
     """One reading of a server's counters."""
 
     server: str | None
-    """The kind of server, by its names; None: nothing about drafts was found."""
-    total: Acceptance = Acceptance()
+    """The kind of server, by its metric names; None if the metrics have nothing about drafts."""
+    total: SpeculationStats = SpeculationStats()
     """Since the server started."""
     running: int | None = None
     waiting: int | None = None
     started: float | None = None
-    """When the process began, seconds since 1970."""
+    """Start of the process, in seconds since 1970."""
 
     def age_s(self, at_s: float) -> float:
-        """Seconds since the process began; 0 where that is not known."""
+        """Seconds since the process started; 0 if unknown."""
         return at_s - self.started if self.started else 0.0
 
     def has_restarted(self, before: Counters) -> bool:
@@ -188,43 +187,42 @@ class Counters:
         pairs += itertools.zip_longest(self.total.by_position, before.total.by_position, fillvalue=0)
         return any(now is not None and then is not None and now < then for now, then in pairs)
 
-    def since(self, before: Counters | None = None) -> Acceptance:
-        """What happened after `before`, or since the server started.  DataError where it has no metrics of drafts."""
+    def since(self, before: Counters | None = None) -> SpeculationStats:
+        """Counts after `before`, or since the server started.  Raises DataError if it has no metrics of drafts."""
         if self.server is None:
             raise DataError(
                 "the server's metrics have nothing about drafts; start vLLM, SGLang (--enable-metrics), llama-server "
                 "(--metrics) or Outrider with a drafter"
             )
         restarted = before is not None and self.has_restarted(before)
-        total, then = self.total, Acceptance() if before is None or restarted else before.total
+        total, then = self.total, SpeculationStats() if before is None or restarted else before.total
         pairs = {name: (getattr(total, name), getattr(then, name)) for name in COUNTED}
-        gained: dict[str, Any] = {name: None if now is None else now - (was or 0) for name, (now, was) in pairs.items()}
+        gains: dict[str, Any] = {name: None if now is None else now - (was or 0) for name, (now, was) in pairs.items()}
         positions = itertools.zip_longest(total.by_position, then.by_position, fillvalue=0)
         # the gauge of an idle server keeps its last value
-        gauge = None if total.drafts and not gained["drafts"] else total.gauge or None
+        gauge = None if total.drafts and not gains["drafts"] else total.gauge or None
         by_position = tuple(now - was for now, was in positions)
-        return replace(total, **gained, by_position=by_position, restarted=restarted, gauge=gauge)
+        return replace(total, **gains, by_position=by_position, restarted=restarted, gauge=gauge)
 
 
 def scrape(url: str, client: httpx.Client | None = None) -> Counters:
-    """Read the counters of the server at `url`.
+    """Read the counters of the server at `url`, which may be its root, its /v1 or its /metrics.
 
-    `url` may be the server's root, its /v1 or its /metrics.  DataError: there is no server, or no metrics in its
-    answer.
+    Raises DataError if the server does not answer, or not with metrics.
     """
     address = address_of(url)
     page = f"{address.shown}/metrics"
     query = f"?{address.query}" if address.query else ""
-    with nullcontext(client) if client else httpx.Client(timeout=TIMEOUT_S) as own:
+    with nullcontext(client) if client else httpx.Client(timeout=TIMEOUT_S) as http:
         try:
-            with own.stream("GET", page + query, headers=address.authorization()) as answer:
-                if answer.status_code != 200:
+            with http.stream("GET", page + query, headers=address.authorization()) as response:
+                if response.status_code != 200:
                     raise DataError(
-                        f"{page} answered {answer.status_code} instead of metrics; {_advice(answer.status_code)}"
+                        f"{page} answered {response.status_code} instead of metrics; {_advice(response.status_code)}"
                     )
                 body = bytearray()
-                for piece in answer.iter_bytes():
-                    body += piece
+                for part in response.iter_bytes():
+                    body += part
                     if len(body) > LARGEST_BYTES:
                         raise DataError(
                             f"{page} answered more than {LARGEST_BYTES >> 20} MiB; give the address of a server with "
@@ -243,47 +241,47 @@ def _advice(status: int) -> str:
 
 
 def read(text: str, source: str = "the metrics") -> Counters:
-    """Counters from a text in Prometheus' format.  DataError where it is not in that format."""
-    known = {name for names in NAMES for name in names if name} | {STARTED}
-    # of a server's thousands of lines a few dozen are needed; the parser takes 20 µs a line
-    lines = [line for line in text.splitlines() if re.split(r"[{\s]", line, maxsplit=1)[0] in known]
-    found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+    """Counters from text in Prometheus' format.  Raises DataError for any other format."""
+    wanted_names = {name for names in NAMES for name in names if name} | {STARTED}
+    # only a few dozen of a server's thousands of lines are needed, and the parser takes 20 µs per line
+    lines = [line for line in text.splitlines() if re.split(r"[{\s]", line, maxsplit=1)[0] in wanted_names]
+    samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     try:
         for family in text_string_to_metric_families("\n".join(lines) + "\n"):
             for sample in family.samples:
                 if math.isfinite(sample.value):
-                    found.setdefault(sample.name, []).append((sample.labels, sample.value))
+                    samples.setdefault(sample.name, []).append((sample.labels, sample.value))
     except ValueError as error:
         raise DataError(
             f"{source}: not in Prometheus' text format ({error}); give the address of a server's /metrics"
         ) from None
-    if not found and not re.search(r"^# (TYPE|HELP) |^[A-Za-z_:][\w:]*(\{.*\})? [-+\dNI]", text, flags=re.MULTILINE):
-        raise DataError(f"{source}: no metrics in the answer; give the address of a server's /metrics")
-    names = next((names for names in NAMES if names.drafts in found or names.tokens_per_step in found), None)
-    started = max([value for _, value in found.get(STARTED, [])], default=None)
-    return Counters(None, started=started) if names is None else _counters(names, found, started)
+    if not samples and not re.search(r"^# (TYPE|HELP) |^[A-Za-z_:][\w:]*(\{.*\})? [-+\dNI]", text, flags=re.MULTILINE):
+        raise DataError(f"{source}: the response has no metrics; give the address of a server's /metrics")
+    names = next((names for names in NAMES if names.drafts in samples or names.tokens_per_step in samples), None)
+    started = max([value for _, value in samples.get(STARTED, [])], default=None)
+    return Counters(None, started=started) if names is None else _counters(names, samples, started)
 
 
 def _counters(
-    names: Names, found: Mapping[str, list[tuple[Mapping[str, str], float]]], started: float | None
+    names: Names, samples: Mapping[str, list[tuple[Mapping[str, str], float]]], started: float | None
 ) -> Counters:
-    """Counts under the names of one kind of server, over all its engines and models."""
+    """Counters of one kind of server, summed over all its engines and models."""
 
     def total(name: str | None) -> int | None:
-        return round(sum(value for _, value in found[name])) if name is not None and name in found else None
+        return round(sum(value for _, value in samples[name])) if name is not None and name in samples else None
 
     positions: Counter[int] = Counter()
-    for labels, value in found.get(names.by_position or "", []):
+    for labels, value in samples.get(names.by_position or "", []):
         position = labels.get("position", "")
         if position.isdecimal() and int(position) < 10_000:
             positions[int(position)] += round(value)
-    # idle engines show 0, which is not a mean
-    gauges = [value for _, value in found.get(names.tokens_per_step or "", []) if value > 0]
+    # idle engines report 0, which is not a mean
+    gauges = [value for _, value in samples.get(names.tokens_per_step or "", []) if value > 0]
     counts: dict[str, Any] = {name: total(getattr(names, name)) for name in COUNTED}
-    whole = Acceptance(
+    total_stats = SpeculationStats(
         **counts | {"drafts": counts["drafts"] or 0},
         by_position=tuple(positions[position] for position in range(max(positions, default=-1) + 1)),
         is_interval=names.tokens_per_step is not None,
         gauge=sum(gauges) / len(gauges) if gauges else None,
     )  # fmt: skip
-    return Counters(names.server, whole, total(names.running), total(names.waiting), started)
+    return Counters(names.server, total_stats, total(names.running), total(names.waiting), started)

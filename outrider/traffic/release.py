@@ -14,7 +14,7 @@ from outrider.report.bootstrap import Interval
 from outrider.report.schema import Report, Row
 
 LEVEL, SIGMAS = 0.99, 2.576
-"""Of the release's interval.  Wider than the report's 95 %: a release outside its own interval would alarm forever."""
+"""Of the release's interval.  Wider than the report's 95 %: a release outside its interval would alarm forever."""
 FEWEST_PROMPTS = 8
 SELDOM = 0.02
 """Largest share of steps without a draft for a drafter that counts as always drafting."""
@@ -34,20 +34,20 @@ class Release(NamedTuple):
     by_depth: tuple[Interval, ...] = ()
     """[k]: share of the drafts of which at least k + 1 tokens were accepted."""
     always_drafts: bool = False
-    """All but a few steps had a draft; False where the report does not show it."""
+    """All but a few steps had a draft; False if the report does not show it."""
     other_temperatures: tuple[float, ...] = ()
     """Further temperatures at which the report has rows of the drafter."""
 
     @property
     def description(self) -> str:
-        """Drafter, temperature and prompts, in half a sentence."""
+        """Drafter, temperature and number of prompts."""
         others = (
             f"; the report also has temperature {_listed(self.other_temperatures)}" if self.other_temperatures else ""
         )
         return f"{self.drafter} at temperature {self.temperature:g}, {self.prompts} prompts{others}"
 
     def json(self) -> dict[str, Any]:
-        """The promise, to be stored with what was measured."""
+        """The promise, to be stored with measurements."""
         return {
             "drafter": self.drafter, "temperature": self.temperature, "prompts": self.prompts,
             "tokens_per_step": self.tokens_per_step._asdict(),
@@ -56,10 +56,10 @@ class Release(NamedTuple):
 
 
 def release_of(report: Report, drafter: str | None = None, temperature: float | None = None) -> Release:
-    """What `report` promises about `drafter` at `temperature`, over all its tasks.  Default: its lead row, which is one
-    shown to be exact, so at temperature 0 wherever that was measured.
+    """What `report` promises about `drafter` at `temperature`, over all its tasks.  The default is its lead row, which
+    was shown to be exact and is at temperature 0 if that was measured.
 
-    DataError where the report has no such drafter, no row at that temperature, or too few prompts for an interval.
+    Raises DataError if the report has no such drafter, no row at that temperature, or too few prompts for an interval.
     """
     rows, lead = _rows_at(report, drafter, temperature)
     others = {row.temperature for row in rows if row.drafter == lead.drafter} - {lead.temperature}
@@ -68,16 +68,16 @@ def release_of(report: Report, drafter: str | None = None, temperature: float | 
     if len(pairs) < FEWEST_PROMPTS:
         raise DataError(
             f"the report measured {lead.drafter} at temperature {lead.temperature:g} on {len(pairs)} prompts; an "
-            f"interval needs at least {FEWEST_PROMPTS}, and a few hundred to notice a drop of 10 %; measure again with "
+            f"interval needs at least {FEWEST_PROMPTS}, and a few hundred to detect a drop of 10 %; measure again with "
             "evaluate.prompts=400"
         )
     tokens, steps = np.array(pairs).T
     center = bootstrap.ratio_of_totals(list(tokens), list(steps), level=LEVEL)
     variance = float(np.mean((tokens - center.center * steps) ** 2))
-    # plus twice the standard error of a variance, and a floor: a few prompts may be alike by chance
+    # plus twice the standard error of a variance, and a floor: a few prompts may be similar by chance
     spread = max(variance / float(steps.mean()) * (1 + 2 * math.sqrt(2 / len(pairs))), (center.center - 1) / 4, 0.05)
     prompt_spread = math.sqrt(spread * float(steps.mean()))
-    # resampling a hundred prompts, few of them extreme, gives intervals that hold in 96 of 100 cases, not 99
+    # resampling a hundred prompts, few of them extreme, gives intervals that cover in 96 of 100 cases, not 99
     half = SIGMAS * math.sqrt(spread / float(steps.sum()))
     middle, low, high = center
     wide = Interval(middle, min(low, middle - half), max(high, middle + half))
@@ -91,14 +91,14 @@ def _rows_at(report: Report, drafter: str | None, temperature: float | None) -> 
     """The measured rows of `drafter` at every temperature, and the lead row at `temperature`."""
     rows = [row for row in report.rows if drafter in (None, row.drafter) and row.tokens_per_step is not None]
     if not rows:
-        known = ", ".join(sorted({row.drafter for row in report.rows}))
-        if not known:
+        drafters = ", ".join(sorted({row.drafter for row in report.rows}))
+        if not drafters:
             raise DataError("the report has no rows; name the report of a measured drafter")
         raise DataError(
-            f"the report has no measured rows of {drafter or known}; choose from {known}, or name another report"
+            f"the report has no measured rows of {drafter or drafters}; choose from {drafters}, or name another report"
         )
-    asked = tuple(row for row in rows if temperature in (None, row.temperature))
-    lead = report.model_copy(update={"rows": asked}).lead
+    matches = tuple(row for row in rows if temperature in (None, row.temperature))
+    lead = report.model_copy(update={"rows": matches}).lead
     if lead is None:
         of = "" if drafter is None else f" of {drafter}"
         raise DataError(
@@ -120,10 +120,10 @@ def _always_drafts(rows: Sequence[Row]) -> bool:
 
 
 def _depths(rows: Sequence[Row], spread: float) -> tuple[Interval, ...]:
-    """Intervals of acceptance at each depth, as servers count it: a share of all drafts, short ones too.
+    """Intervals of acceptance at each depth, as servers count it: a share of all drafts, including short ones.
 
-    A report has no depths of single prompts.  So these intervals are widened over those of independent drafts as much
-    as the interval of tokens per step is.
+    A report has no depths per prompt, so these intervals are wider than those of independent drafts by the same factor
+    as the interval of tokens per step.
     """
     counts: dict[int, int] = {}
     for row in rows:
@@ -134,11 +134,11 @@ def _depths(rows: Sequence[Row], spread: float) -> tuple[Interval, ...]:
     if not drafts:
         return ()
     mean = sum(accepted * count for accepted, count in counts.items()) / drafts
-    alone = sum((accepted - mean) ** 2 * count for accepted, count in counts.items()) / drafts
-    wider = max(1.0, spread / alone) if alone else 1.0
-    found = []
+    independent = sum((accepted - mean) ** 2 * count for accepted, count in counts.items()) / drafts
+    widening = max(1.0, spread / independent) if independent else 1.0
+    intervals = []
     for depth in range(1, max(counts) + 1):
         share = sum(count for accepted, count in counts.items() if accepted >= depth) / drafts
-        half = SIGMAS * math.sqrt(max(share * (1 - share), 1 / drafts) * wider / drafts)
-        found.append(Interval(share, max(0.0, share - half), min(1.0, share + half)))
-    return tuple(found)
+        half = SIGMAS * math.sqrt(max(share * (1 - share), 1 / drafts) * widening / drafts)
+        intervals.append(Interval(share, max(0.0, share - half), min(1.0, share + half)))
+    return tuple(intervals)

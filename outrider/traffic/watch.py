@@ -1,5 +1,4 @@
-"""Is the drafter in service still as good as when it was released?  Compares a server's counters with the release's
-interval.
+"""Is the drafter in service as good as at its release?  Compares a server's counters with the release's interval.
 
 No torch.
 """
@@ -15,13 +14,13 @@ from typing import Any, NamedTuple
 import httpx
 
 from outrider.errors import DataError
-from outrider.traffic.counters import Acceptance, Counters, added, scrape
+from outrider.traffic.counters import Counters, SpeculationStats, merged, scrape
 from outrider.traffic.drift import Drift
 from outrider.traffic.release import Release
 
 MINUTE_S, TEN_MINUTES_S = 60.0, 600.0
 ONCE_SIGMAS = 3.29
-"""Of a single reading: 1 false alarm in 1000."""
+"""For a single reading: 1 false alarm in 1000."""
 SIDES = {None: None, -1: "below", 0: "inside", 1: "above"}
 """The name of a side in JSON."""
 COUNTS = ("tokens_per_step", "tokens_per_draft", "steps", "drafts", "drafted", "accepted", "by_position", "generated")
@@ -29,34 +28,33 @@ COUNTS = ("tokens_per_step", "tokens_per_draft", "steps", "drafts", "drafted", "
 
 
 class Window(NamedTuple):
-    """What happened over a period."""
+    """Counts over a period."""
 
     seconds: float
-    found: Acceptance
+    stats: SpeculationStats
 
     @property
     def tokens_per_s(self) -> float | None:
-        return self.found.generated / self.seconds if self.found.generated is not None and self.seconds > 0 else None
+        return self.stats.generated / self.seconds if self.stats.generated is not None and self.seconds > 0 else None
 
     @property
     def steps(self) -> int:
-        """All steps where the server counts them, else those with a draft."""
-        return self.found.drafts if self.found.steps is None else self.found.steps
+        """All steps if the server counts them, else those with a draft."""
+        return self.stats.drafts if self.stats.steps is None else self.stats.steps
 
     def json(self) -> dict[str, Any]:
-        counts = {name: getattr(self.found, name) for name in COUNTS}
+        counts = {name: getattr(self.stats, name) for name in COUNTS}
         return {"seconds": round(self.seconds, 3), **counts, "tokens_per_s": self.tokens_per_s}
 
 
 def together(parts: Sequence[Window]) -> Window:
     """Several periods as one: counts are added, gauges weighted by their drafts."""
-    return Window(sum(part.seconds for part in parts), added([part.found for part in parts]))
+    return Window(sum(part.seconds for part in parts), merged([part.stats for part in parts]))
 
 
-def is_comparable(found: Acceptance, release: Release) -> bool:
-    """Whether the server's tokens per step mean the same as the release's: over all steps, or every step has a
-    draft."""
-    return found.is_of_every_step or release.always_drafts
+def is_comparable(stats: SpeculationStats, release: Release) -> bool:
+    """Whether tokens per step mean the same as in the release: over all steps, or every step has a draft."""
+    return stats.covers_every_step or release.always_drafts
 
 
 class View(NamedTuple):
@@ -64,22 +62,22 @@ class View(NamedTuple):
 
     at_s: float
     counters: Counters
-    """The last ones read."""
+    """The latest ones."""
     minute: Window
     ten_minutes: Window
     away: str | None
-    """Why the server could not be read; None where it could."""
+    """Why the server could not be read; None if it could."""
     side: int | None
-    """-1: tokens per step are below the release's interval, 1: above, 0: neither is shown; None without a release that
-    can be compared."""
+    """-1: tokens per step are below the release's interval, 1: above, 0: neither is certain; None without a comparable
+    release."""
     side_since_s: float
     evidence: float
-    """How near an alarm is; 1 is an alarm."""
+    """How close an alarm is; 1 is an alarm."""
     alarmed: bool
     """This reading raised an alarm."""
     restarts: int
     steps_to_notice: float | None
-    """About how many steps pass until a drop of 10 % is detected; None where it lies within the release's interval."""
+    """Approximate steps until a drop of 10 % is detected; None if it lies within the release's interval."""
 
     def json(self) -> dict[str, Any]:
         """One line of a log."""
@@ -103,20 +101,20 @@ class Watch:
         self._restarts = 0
 
     def add(self, at_s: float, counters: Counters) -> View:
-        """Add a reading of the server.  DataError where it has no counters of drafts."""
+        """Add a reading of the server.  Raises DataError if it has no counters of drafts."""
         alarmed = False
         if self._read_at_s is None:
             counters.since()
         else:
             part = Window(at_s - self._read_at_s, counters.since(self.counters))
-            self._restarts += part.found.restarted
+            self._restarts += part.stats.restarted
             self._parts.append((at_s, part))
             alarmed = self._judge(at_s, part)
         self.counters, self._read_at_s = counters, at_s
         while self._parts and self._parts[0][0] <= at_s - TEN_MINUTES_S:
             self._parts.popleft()
         if self._side and at_s - self._side_since_s >= TEN_MINUTES_S:
-            # not before ten minutes after the alarm: a minute of little traffic may lie within the interval by chance
+            # at least ten minutes after the alarm: a minute of little traffic may lie within the interval by chance
             assert self.drift is not None
             if standing(self.window(at_s, TEN_MINUTES_S), self.drift.release, sigmas=0) == 0:
                 self._side = 0
@@ -130,9 +128,9 @@ class Watch:
         return together([part for read_at_s, part in self._parts if read_at_s > at_s - seconds])
 
     def _judge(self, at_s: float, part: Window) -> bool:
-        """Whether this period raised an alarm."""
-        reached = part.found.tokens_per_step
-        if self.drift is None or reached is None or not is_comparable(part.found, self.drift.release):
+        """Whether this period raises an alarm."""
+        reached = part.stats.tokens_per_step
+        if self.drift is None or reached is None or not is_comparable(part.stats, self.drift.release):
             return False
         side = int(self.drift.add(reached * part.steps, part.steps)[0])
         if not side or side == self._side:
@@ -152,10 +150,10 @@ class Watch:
 
 
 def standing(window: Window, release: Release, sigmas: float = ONCE_SIGMAS) -> int | None:
-    """-1 where a single reading lies below the release's interval by more than its own noise, 1 above, 0 neither; None
-    where there are no steps, or the server counts other steps than the release."""
-    reached = window.found.tokens_per_step
-    if reached is None or window.steps <= 0 or not is_comparable(window.found, release):
+    """-1 if a single reading is below the release's interval by more than its noise, 1 if above, else 0; None without
+    steps, or if the server counts other steps than the release."""
+    reached = window.stats.tokens_per_step
+    if reached is None or window.steps <= 0 or not is_comparable(window.stats, release):
         return None
     noise = sigmas * math.sqrt(release.spread / window.steps)
     _, low, high = release.tokens_per_step
@@ -163,9 +161,9 @@ def standing(window: Window, release: Release, sigmas: float = ONCE_SIGMAS) -> i
 
 
 def glance(url: str, seconds: float | None = None) -> tuple[Counters, Window]:
-    """What the server at `url` does over the next `seconds`; where that is None, what it did since it started.
+    """Counts of the server at `url` over the next `seconds`, or since it started if that is None.
 
-    DataError where it can't be read, or has no counters of drafts.
+    Raises DataError if it can't be read, or has no counters of drafts.
     """
     began, before = time.monotonic(), scrape(url)
     if seconds is None:
@@ -176,25 +174,25 @@ def glance(url: str, seconds: float | None = None) -> tuple[Counters, Window]:
 
 
 def watching(url: str, release: Release | None, every_s: float, for_s: float | None = None) -> Iterator[View]:
-    """A view of the server at once and after every `every_s` seconds, until `for_s` seconds are over.
+    """A view of the server now and after every `every_s` seconds, for `for_s` seconds.
 
-    DataError where the first reading fails; later ones are repeated.
+    Raises DataError if the first reading fails; later failures are part of the view.
     """
     watch = Watch(release, every_s)
     with httpx.Client(timeout=max(2.0, min(every_s, 10.0))) as client:
         yield watch.add(time.time(), scrape(url, client))
-        began, looks = time.monotonic(), 0
+        began, readings = time.monotonic(), 0
         while True:
-            looks += 1
-            due = began + looks * every_s
+            readings += 1
+            due = began + readings * every_s
             if for_s is not None:
-                if due > began + for_s + every_s / 2 and looks > 1:
+                if due > began + for_s + every_s / 2 and readings > 1:
                     return
-                due = min(due, began + for_s)  # the last reading, and the only one where for_s is shorter than every_s
+                due = min(due, began + for_s)  # the last reading, or the only one if for_s < every_s
             time.sleep(max(0.0, due - time.monotonic()))
             try:
                 view = watch.add(time.time(), scrape(url, client))
             except DataError as error:
                 view = watch.away(time.time(), str(error))
             yield view
-            looks = max(looks, int((time.monotonic() - began) / every_s))  # a slow server is not asked twice at once
+            readings = max(readings, int((time.monotonic() - began) / every_s))  # skips what a slow server delayed

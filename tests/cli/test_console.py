@@ -12,7 +12,7 @@ from rich.console import Console
 
 from outrider.cli import console, doctor, drafters, exchange, report, tasks, watch
 from outrider.report.schema import Report
-from outrider.traffic.counters import Acceptance
+from outrider.traffic.counters import SpeculationStats
 from outrider.traffic.watch import Window
 
 
@@ -26,7 +26,7 @@ def printed(say: Callable[[], object], width: int, monkeypatch: pytest.MonkeyPat
 
 
 def watch_table() -> None:
-    window = Window(60.0, Acceptance(drafts=10, drafted=40, accepted=20, by_position=(9, 7, 4)))
+    window = Window(60.0, SpeculationStats(drafts=10, drafted=40, accepted=20, by_position=(9, 7, 4)))
     console.show(watch._table([("1 min", window), ("10 min", window), ("since start", window)], None))
 
 

@@ -224,7 +224,7 @@ def test_a_full_disk_costs_the_log_and_nothing_else(tmp_path, caplog):
     found = [row["meta"]["id"] for row in rows(path)]
     assert found == [str(n) for n in range(len(found))] and 2 < len(found) < 30
     [record] = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "File too large" in record.message and "no longer logged" in record.message
+    assert "File too large" in record.message and "not logged there" in record.message
 
 
 def test_a_file_that_was_moved_is_begun_anew(tmp_path):

@@ -34,7 +34,7 @@ from outrider.traffic.replay import latencies
 from outrider.traffic.replay import run as replay
 from outrider.traffic.replay.answer import Answer
 from outrider.traffic.replay.compared import first_difference
-from outrider.traffic.replay.connection import Client
+from outrider.traffic.replay.connection import ConnectionPool
 from outrider.traffic.replay.latencies import Endpoint, Gaps
 from outrider.traffic.replay.plan import Plan, dues, prepared
 from outrider.traffic.replay.report import Replayed
@@ -349,13 +349,13 @@ def test_callers_of_a_closed_loop_never_have_more_calls_under_way_than_there_are
 def test_a_pause_doubles_and_does_what_the_server_says():
     """Catches Retry-After that is ignored, and callers that all come back at once."""
     noise = random.Random(0)
-    pauses = [[Answer(0.0, attempts=attempt).pause_s(noise) or 0 for _ in range(200)] for attempt in (1, 2, 3, 20)]
+    pauses = [[Answer(0.0, attempts=attempt).backoff_s(noise) or 0 for _ in range(200)] for attempt in (1, 2, 3, 20)]
     for attempt, found in zip((1, 2, 4, 60), pauses, strict=True):
         assert 0.25 * attempt <= min(found) < max(found) <= 0.75 * attempt
-    assert Answer(0.0, retry_after_s=2.5).pause_s(noise) == 2.5
-    assert Answer(0.0, retry_after_s=3600).pause_s(noise) is None
-    assert Answer(0.0, retry_after_s=30.5).pause_s(noise) is None
-    again = [status for status in range(200, 600) if Answer(0.0, status=status, failure="x").is_worth_another]
+    assert Answer(0.0, retry_after_s=2.5).backoff_s(noise) == 2.5
+    assert Answer(0.0, retry_after_s=3600).backoff_s(noise) is None
+    assert Answer(0.0, retry_after_s=30.5).backoff_s(noise) is None
+    again = [status for status in range(200, 600) if Answer(0.0, status=status, failure="x").is_retryable]
     assert again == [200, 408, 429, 500, 502, 503, 504]
 
 
@@ -406,9 +406,9 @@ def speaking(data: bytes, pieces: int = 1, close: bool = True, heard: list[bytes
 
 def asked(url: str, timeout_s: float = 5.0, key: str | None = None, name: str = "1") -> Answer:
     async def ask() -> Answer:
-        client = Client(address_of(url), timeout_s, key)
+        client = ConnectionPool(address_of(url), timeout_s, key)
         try:
-            return await client.ask("/v1/completions", b"{}", name)
+            return await client.post("/v1/completions", b"{}", name)
         finally:
             client.close()
 

@@ -181,7 +181,7 @@ def test_a_row_that_changed_since_the_first_reading_is_named_by_its_line(said, t
     path.write_bytes(first + b"\n" + CHANGES[said].encode("utf-8", "surrogateescape"))
     calls = trace.calls()
     assert next(calls).at_s == 0
-    with pytest.raises(DataError, match=rf"log\.jsonl:2: .*{said}.*so it has changed; use a copy"):
+    with pytest.raises(DataError, match=rf"log\.jsonl:2: .*{said}.*the log has changed.*; use a copy"):
         next(calls)
 
 

@@ -19,7 +19,7 @@ from outrider.cli.watch import _standing_text, _status_text, watch
 from outrider.errors import ConfigError, DataError
 from outrider.report.bootstrap import Interval
 from outrider.report.schema import Report, Row
-from outrider.traffic.counters import Acceptance, Counters, read
+from outrider.traffic.counters import Counters, SpeculationStats, read
 from outrider.traffic.drift import Drift
 from outrider.traffic.release import Release, release_of
 from outrider.traffic.watch import Watch, Window, standing, together
@@ -156,7 +156,7 @@ def test_depths_of_the_release_are_counted_as_servers_count_them():
 
 def counters(steps: int, kept: int, started: float = 1.0) -> Counters:
     """Of a server that drafted 5 at every step."""
-    total = Acceptance(steps, 5 * steps, kept, (kept,), steps=steps, generated=steps + kept, first_tokens=0)
+    total = SpeculationStats(steps, 5 * steps, kept, (kept,), steps=steps, generated=steps + kept, first_tokens=0)
     return Counters("vLLM", total, running=1, waiting=0, started=started)
 
 
@@ -168,7 +168,7 @@ SELDOM, ALWAYS = ((180_000,), (2_000, 18_000)), ((100,), (2_000, 18_000))
 def test_a_server_that_counts_no_steps_is_compared_only_with_a_drafter_that_always_drafts():
     """Catches an alarm for ever: 1.9 tokens a step with a draft are 1.09 a step."""
     found = read(LLAMA.format(100_000, 90_000)).since()
-    assert found.tokens_per_step == found.tokens_per_draft == 1.9 and not found.is_of_every_step
+    assert found.tokens_per_step == found.tokens_per_draft == 1.9 and not found.covers_every_step
     for histogram, alarms in ((SELDOM, False), (ALWAYS, True), ((), False)):
         released = release_of(report(400, accepted_histogram=histogram))
         assert standing(Window(1.0, found), released) == (-1 if alarms else None)
@@ -186,7 +186,7 @@ def test_stretches_together_are_the_whole():
     readings = [counters(0, 0), counters(10, 5), counters(100, 200), counters(101, 201)]
     parts = [Window(5.0, now.since(then)) for then, now in itertools.pairwise(readings)]
     assert together(parts) == Window(15.0, readings[-1].since(readings[0]))
-    assert together([]).found.tokens_per_step is None
+    assert together([]).stats.tokens_per_step is None
 
 
 def feed(state: Watch, at_s: float, rate: float, count: int, total: list[int], steps: int = 400) -> list[Any]:
@@ -243,10 +243,10 @@ def test_a_server_that_begins_anew_is_noticed_and_counted_on(release):
     state, total = Watch(release, EVERY_S), [0, 0]
     feed(state, 0, 2.5, 10, total)
     view = state.away(60, "connection refused")
-    assert view.away and view.minute.found.drafts > 0
+    assert view.away and view.minute.stats.drafts > 0
     view = state.add(65, counters(100, 150, started=60.0))
     assert view.restarts == 1 and view.away is None and not view.alarmed
-    assert view.minute.found.drafts == 8 * 400 + 100
+    assert view.minute.stats.drafts == 8 * 400 + 100
     assert view.counters.since().drafts == 100
 
 

@@ -1,6 +1,6 @@
-"""One recorded request: what was asked, when, and what is known about its answer.  No torch.
+"""A recorded request: its body, its time, and what the log has of its answer.  No torch.
 
-Where a log has no text, calls get generated words.
+If a log has no text, calls get generated words.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class Call:
     """One request of the log."""
 
     body: Mapping[str, Any]
-    """What was asked, as an OpenAI-compatible server reads it: `messages` or `prompt`, and settings."""
+    """Body for an OpenAI-compatible server: `messages` or `prompt`, and settings."""
     id: str
     at_s: float | None = None
-    """Seconds after the first call; None where the log has no times."""
+    """Seconds after the first call; None if the log has no times."""
     session: str | None = None
     expected_tokens: int | None = None
     """Length of the answer in the log."""
     synthetic: bool = False
-    """The text is generated; only its length and what it shares with other calls come from the log."""
+    """The text is generated; only its length and shared prefixes come from the log."""
     answer: str | None = None
-    """What the log's own server answered."""
+    """What the recorded server answered."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.answer, str | None):
@@ -39,7 +39,7 @@ class Call:
 
 
 class Unanswered(Exception):
-    """The log's own server failed here, so there is nothing to repeat."""
+    """The recorded server failed here, so there is nothing to replay."""
 
 
 SECRETS = {"api_key", "apikey", "api-key", "authorization", "headers", "extra_headers", "extra_query"}
@@ -47,9 +47,9 @@ SECRETS = {"api_key", "apikey", "api-key", "authorization", "headers", "extra_he
 
 
 def checked_body(body: Any) -> dict[str, Any]:
-    """A body that can be sent, without its secrets.  ValueError where it can't be sent."""
+    """A body that can be sent, without its secrets.  Raises ValueError if it can't be sent."""
     if not isinstance(body, dict):
-        raise ValueError(f"the body is a {type(body).__name__}; wanted an object with messages or prompt")
+        raise ValueError(f"the body is a {type(body).__name__}; expected an object with messages or prompt")
     messages, prompt = body.get("messages"), body.get("prompt")
     if messages is None and not prompt:
         raise ValueError("the body has neither messages nor prompt")
@@ -68,19 +68,19 @@ def _has_role(message: Any) -> bool:
 
 
 def seconds_of(value: Any) -> float | None:
-    """A time in seconds, from seconds, milliseconds since 1970 or an ISO 8601 date.  ValueError for anything else."""
+    """A time in seconds, from seconds, milliseconds since 1970 or an ISO 8601 date.  Raises ValueError otherwise."""
     if value is None:
         return None
     if isinstance(value, str) and not value.replace(".", "", 1).isdigit():
         return datetime.fromisoformat(value).timestamp()
-    found = float(value)
-    if not math.isfinite(found) or isinstance(value, bool):
+    seconds = float(value)
+    if not math.isfinite(seconds) or isinstance(value, bool):
         raise ValueError(f"a time must be a number of seconds, got {value}")
-    return found / 1000 if found > 1e11 else found
+    return seconds / 1000 if seconds > 1e11 else seconds
 
 
 def length_of(value: Any) -> int:
-    """A count of tokens.  ValueError where `value` is not one."""
+    """A count of tokens.  Raises ValueError if `value` is not one."""
     count = int(value)
     if count < 0 or count != float(value):
         raise ValueError(f"a length must be a number of tokens, got {value}")
@@ -98,7 +98,7 @@ VOCABULARY = (
 """Words of about one token each in most tokenizers."""
 WORDS = VOCABULARY.split()
 LONGEST = 4_000_000
-"""Tokens; a greater length is taken for a mistake."""
+"""Tokens; a longer call is considered a mistake."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -108,7 +108,7 @@ def words(seed: str, count: int) -> str:
 
 
 def synthesised(row: Mapping[str, Any], name: str, at_s: float, session: str | None, block: int) -> Call:
-    """A call of the given lengths.  Calls that share hash ids share the beginning of their text."""
+    """A call of the given lengths.  Calls that share hash ids share a prefix of their text."""
     length, answer = length_of(row["input_length"]), length_of(row["output_length"])
     if answer == 0:
         raise Unanswered

@@ -1,8 +1,7 @@
-"""What a request is about, by marks in its text: code, math, extraction, language, chat, or other.  No torch.
+"""The category of a request, by marks in its text: code, math, extraction, language, chat, or other.  No torch.
 
-A mark is a pattern, named in `MARKS`; each has a test, and docs/probe.md lists them.  The category with most marks is
-taken.  Where two have equally many the request is `other`: nothing is guessed.  `chat` has marks of everyday talk,
-which count only where no other category has any.
+A mark is a pattern, named in `MARKS`; each has a test, and docs/probe.md lists them.  The category with the most marks
+wins; a tie gives `other`.  The marks of `chat` are those of everyday talk, and count only if no other category has any.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 Messages = Sequence[Mapping[str, Any]]
 """Chat messages whose content is text."""
 READ = 8000
-"""Characters of a text that are looked at, at its beginning and again at its end."""
+"""Characters that are searched at the beginning of a text, and again at its end."""
 SHORT = 400
-"""Characters of a question that counts as talk at the most."""
+"""Longest question, in characters, that counts as chat."""
 FOREIGN = 0.3
-"""Share of letters of other scripts than Latin from which on a text counts as of another language."""
+"""Smallest share of letters outside the Latin script in a text of another language."""
 FEWEST_WORDS = 3
-"""Words of another language that tell it; each is among the most frequent of its language and rare in English."""
+"""Words of another language that identify it; each is frequent in its language and rare in English."""
 
 _PROGRAMS = r"(function|method|class|script|program|code|algorithm|unit tests?|regex|query|endpoint|bug)"
 _TEXTS = (
@@ -99,18 +98,18 @@ MARKS: Mapping[Category, Mapping[str, re.Pattern[str]]] = {
     },
 }  # fmt: skip
 """Category → name of the mark → its pattern.  `language` also has the marks "script" and "words", `chat` also
-"question", and `extraction` also "schema", a form that the request's settings ask for."""
+"question", and `extraction` also "schema", a response format in the request's settings."""
 _WORDS = re.compile(rf"\b({_FOREIGN_WORDS})\b", re.IGNORECASE)
 
 
 def category_of(prompt: str | Messages, settings: Mapping[str, Any] | None = None) -> Category:
-    """The category of a request: by its last question, and where that has no mark by all its questions.
+    """The category of a request, by its last question, or by all its questions if that one has no marks.
 
-    prompt: a text, or chat messages.  settings: the rest of its body.
+    prompt: a text, or chat messages.  settings: the rest of the body.
     """
     texts = [prompt] if isinstance(prompt, str) else [str(one["content"]) for one in prompt if one["role"] == "user"]
-    for own in (texts[-1:], texts):
-        counts = {name: len(found) for name, found in marks("\n".join(own), settings).items() if found}
+    for questions in (texts[-1:], texts):
+        counts = {name: len(matches) for name, matches in marks("\n".join(questions), settings).items() if matches}
         if len(counts) > 1:
             counts.pop("chat", None)
         best = [name for name, count in counts.items() if count == max(counts.values())]
@@ -122,16 +121,19 @@ def category_of(prompt: str | Messages, settings: Mapping[str, Any] | None = Non
 def marks(text: str, settings: Mapping[str, Any] | None = None) -> dict[Category, list[str]]:
     """The marks of a text, by category."""
     text = text if len(text) <= 2 * READ else f"{text[:READ]}\n{text[-READ:]}"
-    found = {category: [name for name, mark in own.items() if mark.search(text)] for category, own in MARKS.items()}
+    matches = {
+        category: [name for name, pattern in patterns.items() if pattern.search(text)]
+        for category, patterns in MARKS.items()
+    }
     letters = [letter for letter in text if letter.isalpha()]
-    # Latin letters with their marks end below U+0250
+    # accented Latin letters end below U+0250
     if letters and sum(ord(letter) >= 0x250 for letter in letters) >= FOREIGN * len(letters):
-        found["language"].append("script")
+        matches["language"].append("script")
     if len({word.lower() for word in _WORDS.findall(text)}) >= FEWEST_WORDS:
-        found["language"].append("words")
+        matches["language"].append("words")
     form = (settings or {}).get("response_format")
     if isinstance(form, Mapping) and str(form.get("type")).startswith("json"):
-        found["extraction"].append("schema")
+        matches["extraction"].append("schema")
     if len(text) <= SHORT and text.rstrip().endswith("?"):
-        found["chat"].append("question")
-    return found
+        matches["chat"].append("question")
+    return matches

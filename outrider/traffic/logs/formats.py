@@ -1,8 +1,8 @@
 """The formats of logs: for each, a function from a row to its calls.  No torch.
 
-Logs with lengths and no text (Mooncake, BurstGPT, Bailian, timed traces) get generated words of about that many tokens.
-Equal hash ids become equal text, so shared prefixes stay shared.  Acceptance on such text does not tell acceptance on
-real text; these calls are marked `synthetic`.
+Logs with lengths but no text (Mooncake, BurstGPT, Bailian, timed traces) get generated words of about that many tokens.
+Equal hash ids become equal text, so shared prefixes stay shared.  Acceptance on such text says nothing about real text;
+these calls are marked `synthetic`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any
 from outrider.data.sources.messages import read_row
 from outrider.errors import DataError
 from outrider.traffic.logs.calls import Call, checked_body, length_of, seconds_of, synthesised
-from outrider.traffic.logs.redaction import shown_again
+from outrider.traffic.logs.redaction import unredacted
 
 Parse = Callable[[Any, str], list[Call]]
-"""(row, id to use where it has none) -> its calls, with the times of the row."""
+"""(row, default id) -> its calls, with the times of the row."""
 UNREADABLE = (csv.Error, DataError, LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""Raised by a row that is not in its format."""
+"""Raised for a row that is not in the format."""
 
 
 def format_of(row: Mapping[str, Any]) -> str | None:
-    """The format of a log, by one of its rows; None where it is unknown."""
+    """The format of a log, by one of its rows; None if it is unknown."""
     if "hash_ids" in row or "input_length" in row:
         if "chat_id" in row:
             return "bailian"
         try:
             return "mooncake" if not row.get("hash_ids") or _is_block(row, 512) else "timed"
-        except UNREADABLE:  # the first reading names the row
+        except UNREADABLE:  # reported when the row is read
             return "mooncake"
     if isinstance(row.get("request"), dict) or ("body" in row and "response" in row):
         return "gateway"
@@ -60,9 +60,9 @@ def _session(row: Mapping[str, Any], key: str = "session_id") -> str | None:
     return None if value is None else str(value)
 
 
-def _own(row: Any, name: str) -> list[Call]:
+def _outrider(row: Any, name: str) -> list[Call]:
     meta = row.get("meta") or {}
-    body, hidden = shown_again(row["body"])
+    body, hidden = unredacted(row["body"])
     expected = row.get("expected_output_tokens")
     return [
         Call(
@@ -78,25 +78,25 @@ def _batch(row: Any, name: str) -> list[Call]:
 
 
 def _raw(row: Any, name: str) -> list[Call]:
-    body = {key: value for key, value in row.items() if key not in OURS}
+    body = {key: value for key, value in row.items() if key not in NOT_SENT}
     return [Call(checked_body(body), str(row.get("id", name)), _time(row), _session(row))]
 
 
 def _gateway(row: Any, name: str) -> list[Call]:
-    """Logs of proxies: the request, the answer and a time."""
-    asked = row.get("request", row.get("body"))
-    body = asked.get("body", asked)
-    answered = row.get("response") or {}
-    answered = answered.get("body", answered) if isinstance(answered, dict) else {}
-    choice = (answered.get("choices") or [{}])[0]
+    """Logs of proxies: request, response and time."""
+    request = row.get("request", row.get("body"))
+    response = row.get("response") or {}
+    response = response.get("body", response) if isinstance(response, dict) else {}
+    choice = (response.get("choices") or [{}])[0]
     answer = (choice.get("message") or {}).get("content", choice.get("text"))
-    tokens = (answered.get("usage") or {}).get("completion_tokens")
-    named = str(row.get("id", row.get("request_id", name)))
-    return [Call(checked_body(body), named, _time(row), _session(row), tokens, answer=answer)]
+    tokens = (response.get("usage") or {}).get("completion_tokens")
+    request_id = str(row.get("id", row.get("request_id", name)))
+    body = checked_body(request.get("body", request))
+    return [Call(body, request_id, _time(row), _session(row), tokens, answer=answer)]
 
 
 def _lengths(row: Any, name: str, block: int, per_second: float) -> list[Call]:
-    """Mooncake and similar: a length, and for every block of tokens a hash of it and of all before it."""
+    """Mooncake and similar: a length, and for every block of tokens a hash of it and all previous blocks."""
     return [synthesised(row, name, row["timestamp"] / per_second, _session(row), block)]
 
 
@@ -114,21 +114,21 @@ def _bailian(row: Any, name: str, roots: dict[int, int]) -> list[Call]:
 
 
 def _burstgpt(row: Any, name: str) -> list[Call]:
-    """Lengths in CSV; nothing is known of shared prefixes."""
+    """Lengths in CSV, without shared prefixes."""
     lengths = {"input_length": int(row["Request tokens"]), "output_length": int(row["Response tokens"])}
     session = _session(row, "Session ID") or None  # an empty cell
     return [synthesised(lengths | {"salt": name}, name, float(row["Timestamp"]), session, 512)]
 
 
 def _sharegpt(row: Any, name: str) -> list[Call]:
-    """A call for each turn of the user, with the log's own answers, its system text and its tools before it."""
+    """A call for each user turn, with the system text, the tools, and the log's answers to earlier turns."""
     if row["conversations"] == []:
         return []
     reading, calls, session = read_row(row, "the row"), list[Call](), str(row.get("id", name))
-    offered = {"tools": list(reading.tools)} if reading.tools else {}
+    tools = {"tools": list(reading.tools)} if reading.tools else {}
     for end, message in enumerate(reading.messages, 1):
         if message["role"] == "user":
-            body = {"messages": reading.messages[:end], **offered}
+            body = {"messages": reading.messages[:end], **tools}
             calls.append(Call(body, f"{session}-{len(calls)}", None, session))
         elif message["role"] == "assistant" and calls and reading.messages[end - 2]["role"] == "user":
             calls[-1] = replace(calls[-1], answer=message["content"])
@@ -136,19 +136,19 @@ def _sharegpt(row: Any, name: str) -> list[Call]:
 
 
 def _custom(row: Any, name: str) -> list[Call]:
-    """vLLM's own: a prompt that is put through the chat template."""
+    """vLLM's format: a prompt for the chat template."""
     tokens, reading = row.get("output_tokens"), read_row(row, "the row")
-    asked = list(reading.messages)
-    answer = asked.pop()["content"] if asked[-1]["role"] == "assistant" else None
-    body: dict[str, Any] = {"messages": asked} | ({"tools": list(reading.tools)} if reading.tools else {})
+    messages = list(reading.messages)
+    answer = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
+    body: dict[str, Any] = {"messages": messages} | ({"tools": list(reading.tools)} if reading.tools else {})
     if tokens is not None:
         body["max_tokens"] = length_of(tokens)
-    own = str(row.get("id", name))
-    return [Call(checked_body(body), own, seconds_of(row.get("timestamp")), None, tokens, answer=answer)]
+    call_id = str(row.get("id", name))
+    return [Call(checked_body(body), call_id, seconds_of(row.get("timestamp")), None, tokens, answer=answer)]
 
 
 FORMATS: dict[str, Callable[[], Parse]] = {
-    "outrider": lambda: _own,
+    "outrider": lambda: _outrider,
     "openai-batch": lambda: _batch,
     "raw": lambda: _raw,
     "gateway": lambda: _gateway,
@@ -159,7 +159,7 @@ FORMATS: dict[str, Callable[[], Parse]] = {
     "sharegpt": lambda: _sharegpt,
     "vllm-custom": lambda: _custom,
 }
-"""docs/traffic-logs.md says what each holds."""
+"""docs/traffic-logs.md describes them."""
 TIMES = ("timestamp", "t", "time", "created_at", "created")
-OURS = {*TIMES, "session_id", "id", "delay"}
+NOT_SENT = {*TIMES, "session_id", "id", "delay"}
 """Keys next to a raw request body that are not sent."""

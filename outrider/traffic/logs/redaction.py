@@ -1,4 +1,4 @@
-"""Calls without their text: lengths, settings, and hashes with a key that is thrown away.  No torch."""
+"""Calls without their text: lengths, settings, and keyed hashes whose key is discarded.  No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETTINGS = {
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "top_logprobs", "ignore_eos", "stream",
     "stream_options", "parallel_tool_calls",
 }  # fmt: skip
-"""What a redacted body keeps besides the lengths; everything else is removed."""
+"""What a redacted body keeps besides lengths; everything else is removed."""
 
 
 def redacted(call: Call, key: bytes) -> Call:
@@ -49,24 +49,24 @@ def _content_of(message: Mapping[str, Any]) -> Any:
 
 
 def hidden(value: Any, key: bytes) -> dict[str, Any]:
-    """Replaces a text, or a value in JSON: a keyed hash and the length."""
+    """A keyed hash and the length, in place of a text or of a JSON value."""
     text = value if isinstance(value, str) else json.dumps(value)
     return {HIDDEN: keyed(text, key), "characters": len(text)}
 
 
 def keyed(text: str, key: bytes) -> str:
-    """A hash that can't be found by trying texts without the key."""
+    """A hash that can't be reproduced without the key."""
     return hmac.new(key, text.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()[:16]
 
 
-def shown_again(body: Any) -> tuple[Any, bool]:
-    """A redacted body with generated words for hidden texts, and whether it had hidden ones."""
-    found = False
+def unredacted(body: Any) -> tuple[Any, bool]:
+    """A redacted body with generated words for hidden texts, and whether it had any."""
+    has_hidden = False
 
     def shown(value: Any) -> Any:
-        nonlocal found
+        nonlocal has_hidden
         if isinstance(value, dict) and HIDDEN in value:
-            found = True
+            has_hidden = True
             length = length_of(value.get("characters", 0))
             return words(str(value[HIDDEN]), length // 3 + 1)[:length]
         return value
@@ -79,4 +79,4 @@ def shown_again(body: Any) -> tuple[Any, bool]:
             message | {"content": shown(message.get("content"))} if isinstance(message, dict) else message
             for message in filled["messages"]
         ]
-    return filled, found
+    return filled, has_hidden

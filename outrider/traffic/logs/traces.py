@@ -1,11 +1,10 @@
-"""Recorded traffic, read from several formats and written in our own: when each call came, and what it asked.  No
-torch.
+"""Recorded traffic, read from several formats and written in Outrider's.  No torch.
 
-A row of our own format is `{t, session, body, expected_output_tokens, meta}`, one per line; `body` is what was sent to
-an OpenAI-compatible server, `t` is in seconds.
+A row of Outrider's format is `{t, session, body, expected_output_tokens, meta}`, one per line; `body` is what was sent
+to an OpenAI-compatible server, `t` is in seconds.
 
-A log is read twice: once to check every row and to note its offset, then row by row in the order of the times, so it
-need not fit into memory.  (JSON that is one array, as ShareGPT's, is held whole.)
+A log is read twice: first to check every row and record its offset, then row by row in the order of the times, so it
+need not fit into memory.  (A JSON array, as in ShareGPT, is held in memory.)
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from outrider.traffic.logs.calls import Call, Unanswered
 from outrider.traffic.logs.formats import FORMATS, UNREADABLE, Parse, format_of
 from outrider.traffic.logs.redaction import redacted
 
-CHANGED = "the log was readable before, so it has changed; use a copy that nothing writes to"
+CHANGED = "the log has changed since it was checked; use a copy that nothing writes to"
 
 
 @dataclass
 class Trace:
-    """A log that was read once: every row can be read, and its offset is known."""
+    """A checked log: every row is valid, and its offset is known."""
 
     path: Path
     format: str
     parse: Parse = field(repr=False)
     rows: Sequence[Any] | None = field(default=None, repr=False)
-    """The rows, where the file is one JSON array."""
+    """The rows, if the file is a JSON array."""
     columns: Sequence[str] | None = None
-    """Names of the columns, where the file is CSV."""
+    """Names of the columns, if the file is CSV."""
     size: int = 0
-    """Calls."""
+    """Number of calls."""
     has_times: bool = False
     start_s: float = 0.0
     span_s: float = 0.0
@@ -54,19 +53,19 @@ class Trace:
     num_synthetic: int = 0
     num_answers: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
-    """Rows that were not taken, by reason."""
+    """Numbers of skipped rows, by reason."""
     offsets: Sequence[int] = field(default=(), repr=False)
-    """Where each row begins, in bytes, in the order of their times; its index where the file is one JSON array."""
+    """Byte offset of each row, or its index in a JSON array, in the order of the times."""
     lines: Sequence[int] = field(default=(), repr=False)
 
     def calls(self) -> Iterator[Call]:
-        """Every call, in the order of their times.  DataError names the line of a row that changed since the first
-        reading."""
+        """Every call, in the order of their times.  Raises DataError, with the line, if a row has changed since the log
+        was checked."""
         try:
-            opened = nullcontext() if self.rows is not None else self.path.open("rb")
+            source = nullcontext() if self.rows is not None else self.path.open("rb")
         except OSError as error:
             raise DataError(f"{self.path}: {error.strerror}; {CHANGED}") from None
-        with opened as file:
+        with source as file:
             for offset, line in zip(self.offsets, self.lines, strict=True):
                 try:
                     calls = self.parse(self._row(file, offset), str(line))
@@ -85,14 +84,14 @@ class Trace:
 
 
 def read(path: Path, format: str | None = None, skip_bad: bool = False) -> Trace:
-    """Read and check a log.  DataError names the line of the first row that can't be read; skip_bad: counts such rows
-    instead."""
+    """Read and check a log.  Raises DataError with the line of the first invalid row; skip_bad: skips and counts such
+    rows."""
     if not path.is_file():
-        raise DataError(f"there is no log at {path}; name a file of recorded requests")
+        raise DataError(f"no log at {path}; name a file of recorded requests")
     if format is not None and format not in FORMATS:
-        raise ConfigError(f"format {format!r} is not known; choose from {', '.join(FORMATS)}")
+        raise ConfigError(f"unknown format {format!r}; choose from {', '.join(FORMATS)}")
     rows, columns = _array_in(path), _columns_in(path)
-    name = format or _recognised(path, rows, columns)
+    name = format or _detect_format(path, rows, columns)
     trace = Trace(path, name, FORMATS[name](), rows, columns)
     offsets, lines, times = array("q"), array("q"), array("d")
     for offset, line, decode in _rows(path, rows, columns):
@@ -124,7 +123,7 @@ def read(path: Path, format: str | None = None, skip_bad: bool = False) -> Trace
     timed = sum(not math.isnan(time) for time in times)
     if timed not in (0, len(times)):
         raise DataError(f"{path}: {timed} of {len(times)} rows have a time; give a time to all rows or to none")
-    order = np.argsort(times, kind="stable")  # without times they stay as they are
+    order = np.argsort(times, kind="stable")  # without times, the order stays
     trace.offsets, trace.lines = (array("q", np.asarray(column)[order].tobytes()) for column in (offsets, lines))
     if timed:
         trace.has_times, trace.start_s = True, times[order[0]]
@@ -139,7 +138,7 @@ def _reason_of(error: Exception) -> str:
 def _rows(
     path: Path, rows: list[Any] | None, columns: list[str] | None
 ) -> Iterator[tuple[int, int, Callable[[], Any]]]:
-    """(offset, line, function that reads it) of each row; lines, and entries of an array, count from 1."""
+    """(offset, line, function that decodes it) of each row; lines and array entries count from 1."""
     if rows is not None:
         yield from ((offset, offset + 1, functools.partial(rows.__getitem__, offset)) for offset in range(len(rows)))
         return
@@ -189,31 +188,29 @@ def _columns_in(path: Path) -> list[str] | None:
     return next(csv.reader([first])) if "Timestamp" in first and "Request tokens" in first else None
 
 
-def _recognised(path: Path, rows: list[Any] | None, columns: list[str] | None) -> str:
+def _detect_format(path: Path, rows: list[Any] | None, columns: list[str] | None) -> str:
     """The format, by the first row that is an object."""
     if columns is not None:
         return "burstgpt"
-    found: dict[str, Any] = {}
+    first: dict[str, Any] = {}
     for _, _, decode in _rows(path, rows, None):
         with suppress(ValueError):
             row = decode()
             if isinstance(row, dict):
-                found = row
+                first = row
                 break
-    name = format_of(found)
+    name = format_of(first)
     if name is None:
-        keys = ", ".join(list(found)[:8]) or "no JSON object"
-        raise DataError(
-            f"{path}: a row has {keys}, which is no known log of requests; name the --format: {', '.join(FORMATS)}"
-        )
+        keys = ", ".join(list(first)[:8]) or "no JSON object"
+        raise DataError(f"{path}: unknown format of a row with {keys}; name the --format: {', '.join(FORMATS)}")
     return name
 
 
 def write(path: Path, calls: Iterable[Call], redact: bool = False) -> int:
-    """Write calls in our own format, whole or not at all.  Returns how many.
+    """Write calls in Outrider's format, atomically.  Returns their number.
 
-    redact: writes lengths, settings, and a hash of each text with a key that is thrown away.  The file shows which
-    texts were equal, but not what they were.
+    redact: write lengths, settings, and a keyed hash of each text, whose key is discarded.  The file shows which texts
+    were equal, but not what they were.
     """
     key = secrets.token_bytes(32)
     count = 0

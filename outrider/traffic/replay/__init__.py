@@ -1,1 +1,1 @@
-"""Recorded requests, sent again to running servers."""
+"""Recorded requests, replayed to running servers."""

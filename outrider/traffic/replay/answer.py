@@ -1,7 +1,7 @@
 """One answer of a server: its text, when each piece arrived, how it ended, whether to retry.  No torch.
 
-TTFT: from the moment the call was first sent to its first text.  E2E: to the end of its answer, waiting and retries
-included. TPOT = (E2E - TTFT) / (tokens - 1), which speculation shortens.
+TTFT: from the first sending of the call to its first text.  E2E: to the end of its answer, including pauses and
+retries.  TPOT = (E2E - TTFT) / (tokens - 1), which speculation shortens.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ LONGEST_PAUSE_S = 30.0
 
 @dataclass(slots=True)
 class Answer:
-    """What came back for one request.  Times are seconds of `time.perf_counter`."""
+    """The answer to one request.  Times are seconds of `time.perf_counter`."""
 
     began_s: float
     """When the call was first sent."""
     first_s: float | None = None
-    """When the first text came."""
+    """When the first text arrived."""
     ended_s: float = 0.0
     last_s: float | None = None
-    """When the last text came."""
+    """When the last text arrived."""
     gaps_s: list[float] = field(default_factory=list)
-    """Between its pieces, in seconds."""
+    """Between the pieces of text."""
     status: int | None = None
-    """None where no byte arrived."""
+    """None if no byte arrived."""
     failure: str | None = None
-    """Why the answer is missing or incomplete; None: it is complete."""
+    """Why the answer is missing or incomplete; None if it is complete."""
     retry_after_s: float | None = None
     pieces: list[str] = field(default_factory=list)
     """Text of the first choice."""
@@ -44,7 +44,7 @@ class Answer:
     prompt_tokens: int | None = None
     finish: str | None = None
     acceptance: dict[str, int] | None = None
-    """Of this request: drafts, drafted, accepted, as far as the server reports them."""
+    """Of this request: drafts, drafted, accepted, if the server reports them."""
     is_done: bool = False
     """The server sent [DONE]."""
     attempts: int = 1
@@ -58,7 +58,7 @@ class Answer:
 
     @property
     def kind(self) -> str:
-        """answered, failed (no text arrived) or cut off (some did): each call is one of them."""
+        """answered, failed (no text arrived) or cut off (some did)."""
         return "answered" if self.failure is None else "failed" if self.first_s is None else "cut off"
 
     @property
@@ -78,20 +78,20 @@ class Answer:
 
     def meets(self, slo: Mapping[str, float]) -> bool:
         """Whether the call was answered within all limits, in seconds."""
-        if "tpot" in slo and self.tpot_s is None and (self.tokens is None or self.tokens > 1):  # not known
+        if "tpot" in slo and self.tpot_s is None and (self.tokens is None or self.tokens > 1):  # unknown
             return False
-        found = {"ttft": self.ttft_s, "tpot": self.tpot_s, "e2e": self.e2e_s}
-        return self.failure is None and all((found[name] or 0.0) <= limit for name, limit in slo.items())
+        latencies = {"ttft": self.ttft_s, "tpot": self.tpot_s, "e2e": self.e2e_s}
+        return self.failure is None and all((latencies[name] or 0.0) <= limit for name, limit in slo.items())
 
     @property
-    def is_worth_another(self) -> bool:
-        """Whether the call may succeed when it is sent again.  After a timeout it would only make the queue longer."""
+    def is_retryable(self) -> bool:
+        """Whether the call may succeed on a retry.  After a time-out, a retry would only lengthen the queue."""
         if self.kind != "failed" or (self.failure or "").startswith(("timeout", "stopped", "not understood")):
             return False
         return self.status is None or self.status in (200, 408, 429, 500, 502, 503, 504)
 
-    def pause_s(self, noise: random.Random) -> float | None:
-        """How long to wait before the next attempt; None where the server wants too long."""
+    def backoff_s(self, noise: random.Random) -> float | None:
+        """How long to wait before the next attempt; None if the server asks for too long."""
         if self.retry_after_s is not None:
             return self.retry_after_s if self.retry_after_s <= LONGEST_PAUSE_S else None
         return min(PAUSE_S * 2 ** (self.attempts - 1), LONGEST_PAUSE_S) * noise.uniform(0.5, 1.5)
@@ -103,20 +103,20 @@ class Answer:
         return failure.split(":")[0] if failure.startswith(("HTTP", "error in", "not understood")) else failure
 
     def take(self, event: str | bytes, at_s: float) -> None:
-        """Add one event that arrived at `at_s`.  An error in it becomes the failure.  Raises ValueError where it is not
-        an event."""
+        """Add one event that arrived at `at_s`.  An error in it becomes the failure.  Raises ValueError for a malformed
+        event."""
         if event == "[DONE]":
             self.is_done = True
             return
-        found = json.loads(event)
-        if not isinstance(found, dict):
-            raise ValueError(f"an event that is a {type(found).__name__}")
-        if (error := found.get("error")) is not None or found.get("object") == "error":
-            message = error.get("message", error) if isinstance(error, dict) else error or found.get("message")
+        chunk = json.loads(event)
+        if not isinstance(chunk, dict):
+            raise ValueError(f"an event that is a {type(chunk).__name__}")
+        if (error := chunk.get("error")) is not None or chunk.get("object") == "error":
+            message = error.get("message", error) if isinstance(error, dict) else error or chunk.get("message")
             self.failure = f"error in the stream: {str(message)[:200]}"
             return
         has_text = False
-        for choice in found.get("choices") or ():
+        for choice in chunk.get("choices") or ():
             piece = _text_of(choice.get("delta") or choice.get("message") or choice)
             has_text |= bool(piece)
             if piece and choice.get("index", 0) == 0:
@@ -130,29 +130,29 @@ class Answer:
                 self.gaps_s.append(at_s - self.last_s)
             self.chunks += 1
             self.last_s = at_s
-        if usage := found.get("usage"):
-            self.tokens = _whole(usage.get("completion_tokens"))
-            self.prompt_tokens = _whole(usage.get("prompt_tokens"))
-        self.acceptance = reported_acceptance(found) or self.acceptance
+        if usage := chunk.get("usage"):
+            self.tokens = _count(usage.get("completion_tokens"))
+            self.prompt_tokens = _count(usage.get("prompt_tokens"))
+        self.acceptance = reported_acceptance(chunk) or self.acceptance
 
     def refuse(self, body: bytes) -> None:
         """Set the failure of an answer whose status is not 200, from its body."""
         try:
-            found = json.loads(body)
-            error = found.get("error", found)
+            content = json.loads(body)
+            error = content.get("error", content)
             message = error.get("message", error.get("detail")) if isinstance(error, dict) else error
         except (ValueError, AttributeError):
             message = body[:120].decode("utf-8", "replace")
         self.failure = f"HTTP {self.status}: {str(message)[:200]}" if message else f"HTTP {self.status}"
 
     def end(self, at_s: float, failure: str | None) -> None:
-        """The answer is over.  A complete one may lose its connection afterwards."""
+        """End the answer.  A complete one may lose its connection afterwards."""
         self.failure = None if self.is_done else failure
         self.ended_s = at_s
 
 
 def _text_of(part: Mapping[str, Any]) -> str:
-    """What the model wrote: text, reasoning, arguments of a tool call."""
+    """Everything the model generated: text, reasoning, arguments of a tool call."""
     text = part.get("content") or part.get("text") or part.get("reasoning_content") or part.get("reasoning") or ""
     for call in part.get("tool_calls") or ():
         function = call.get("function") or {}
@@ -160,7 +160,7 @@ def _text_of(part: Mapping[str, Any]) -> str:
     return text if isinstance(text, str) else json.dumps(text)
 
 
-def _whole(value: Any) -> int | None:
+def _count(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
@@ -175,21 +175,18 @@ ACCEPTANCE_FIELDS: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
     ),
     (("timings",), {"drafted": "draft_n", "accepted": "draft_n_accepted"}),
 )
-"""Where vLLM, SGLang and llama-server report one request's drafts, and under which names."""
+"""Where vLLM, SGLang and llama-server report the drafts of one request, and under which names."""
 
 
-def reported_acceptance(found: Mapping[str, Any]) -> dict[str, int] | None:
-    """Counts of the request's own drafts in an event; None where it has none."""
+def reported_acceptance(chunk: Mapping[str, Any]) -> dict[str, int] | None:
+    """Counts of the request's drafts in an event; None if it has none."""
     for path, names in ACCEPTANCE_FIELDS:
-        inner: Any = found
+        inner: Any = chunk
         for step in path:
             inner = inner.get(step) if isinstance(inner, dict) else None
         if isinstance(inner, dict):
-            # SGLang has used its names with and without their prefix
-            counts = {
-                ours: _whole(inner.get(name, inner.get(name.removeprefix("spec_")))) for ours, name in names.items()
-            }
-            known = {ours: count for ours, count in counts.items() if count is not None}
-            if known:
-                return known
+            # SGLang has used its names with and without the prefix
+            values = {key: inner.get(name, inner.get(name.removeprefix("spec_"))) for key, name in names.items()}
+            if counts := {key: count for key, value in values.items() if (count := _count(value)) is not None}:
+                return counts
     return None

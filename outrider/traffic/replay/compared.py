@@ -1,4 +1,4 @@
-"""Answers of two servers compared: how many are equal, and where the first unequal ones begin to differ.  No torch."""
+"""Compares texts of two servers: how many are equal, and where the first unequal ones differ.  No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Compared:
     """(id of the call, index of the first character that differs) of the first few."""
 
     def take(self, name: str, one: str, other: str) -> int | None:
-        """Add a pair.  Returns the index of the first character that differs; None where all are equal."""
+        """Add a pair.  Returns the index of the first character that differs; None if the texts are equal."""
         at = first_difference(one, other)
         self.compared += 1
         self.equal += at is None
@@ -28,5 +28,5 @@ class Compared:
 
 
 def first_difference(one: str, other: str) -> int | None:
-    """Index of the first character that differs; None where all are equal."""
+    """Index of the first character that differs; None if the texts are equal."""
     return None if one == other else next(i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b)

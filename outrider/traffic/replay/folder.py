@@ -1,4 +1,4 @@
-"""Where a replay writes: never over the log that it reads, and over existing files only when asked to.  No torch."""
+"""The output folder of a replay; neither the log nor, without `over`, existing files are overwritten.  No torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ FILES = ("calls.jsonl", "calls.jsonl.part", "replay.json")
 def check_paths(
     log: Path, *, save: Path | None = None, out: Path | None = None, result: Path | None = None, over: bool = False
 ) -> None:
-    """ConfigError where a copy, a folder or a result would overwrite the log, DataError where it would overwrite other
-    files."""
+    """Raises ConfigError if an output would overwrite the log, DataError if it would overwrite another file."""
     paths = [] if result is None else [("--json", result)]
     if save is not None:
         paths += [("--save", save), ("--save", save.with_name(save.name + ".part"))]
@@ -24,18 +23,18 @@ def check_paths(
     for option, path in paths:
         if path.exists() and log.exists() and path.samefile(log):
             raise ConfigError(f"{option} would overwrite {path}, the log that is read; name another path")
-    for kind, wanted in (("file", save), ("folder", out)):
-        if wanted is not None:
-            _check_free(kind, wanted, over)
+    for kind, target in (("file", save), ("folder", out)):
+        if target is not None:
+            _check_free(kind, target, over)
 
 
-def _check_free(kind: str, wanted: Path, over: bool) -> None:
-    if wanted.exists() and not over:
-        raise DataError(f"{wanted} exists already; name another {kind}, or overwrite it with --over")
+def _check_free(kind: str, path: Path, over: bool) -> None:
+    if path.exists() and not over:
+        raise DataError(f"{path} exists already; name another {kind}, or overwrite it with --over")
 
 
 def opened(folder: Path, over: bool) -> IO[str]:
-    """The file of calls in a new folder.  DataError where one exists and `over` is not given."""
+    """The file of calls in a new folder.  Raises DataError if one exists and not `over`."""
     _check_free("folder", folder, over)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""What one server did with its calls: counts that add up, and times; no text.  No torch.
+"""Counts and latencies of one server's calls, without texts.  No torch.
 
-Times are in seconds; `Answer` defines TTFT, TPOT and E2E.  Gaps between pieces of an answer are reported too, since a
-step that accepts several tokens sends them in one piece.
+Times are in seconds; `Answer` defines TTFT, TPOT and E2E.  Gaps between the pieces of an answer are reported too, since
+a step that accepts several tokens sends them in one piece.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from outrider.traffic.replay.compared import Compared
 
 Table = np.ndarray[Any, np.dtype[Any]]
 BLOCKS = 500
-"""Pairs are resampled in at most this many blocks, each of neighbours in time: a million single draws would take an
-hour."""
+"""Pairs are resampled in at most this many blocks of consecutive calls: a million single draws would take an hour."""
 
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
 IN_JSON = (
@@ -53,7 +52,7 @@ def spread(values: Sequence[float] | Table) -> Spread | None:
 
 
 class Gaps:
-    """Gaps between pieces, counted in bins 1 % apart: there are hundreds per call, and memory stays constant."""
+    """Gaps between pieces, counted in bins 1 % apart, since there are hundreds per call: memory stays constant."""
 
     SHORTEST_S = 1e-6
     STEP = math.log(1.01)
@@ -69,19 +68,21 @@ class Gaps:
         self.most_s = max(self.most_s, seconds)
 
     def spread(self) -> Spread | None:
-        """Percentiles to 1 %."""
+        """Percentiles, accurate to 1 %."""
         sums = np.cumsum(np.frombuffer(self.counts, dtype=np.int64))
         count = int(sums[-1])
         if not count:
             return None
         bins = [int(np.searchsorted(sums, share * count)) for share in (0.5, 0.95, 0.99)]
-        found = [min(self.SHORTEST_S * math.exp((at - 0.5) * self.STEP) if at else 0.0, self.most_s) for at in bins]
-        return Spread(self.total_s / count, found[0], found[1], found[2], self.most_s, count)
+        p50, p95, p99 = (
+            min(self.SHORTEST_S * math.exp((at - 0.5) * self.STEP) if at else 0.0, self.most_s) for at in bins
+        )
+        return Spread(self.total_s / count, p50, p95, p99, self.most_s, count)
 
 
 @dataclass
 class Endpoint:
-    """What one server did: counts while it is asked, and figures derived from them at the end."""
+    """Results of one server: counts during the replay, and figures derived from them at the end."""
 
     url: str
     model: str | None = None
@@ -93,12 +94,12 @@ class Endpoint:
     cut_off: Counter[str] = field(default_factory=Counter)
     """By reason; a part of the answer arrived."""
     first_messages: dict[str, str] = field(default_factory=dict)
-    """By reason: the message that the first such call got."""
+    """By reason: the message of the first such call."""
     retried: int = 0
     """Calls that were sent more than once."""
     attempts: int = 0
     seconds: float = 0.0
-    """From the first call's time to the end of the last answer."""
+    """From the start of the replay to the end of the last answer."""
     answers_per_s: float = 0.0
     tokens: int = 0
     tokens_per_s: float = 0.0
@@ -107,12 +108,12 @@ class Endpoint:
     gap_s: Spread | None = None
     e2e_s: Spread | None = None
     goodput_per_s: float | None = None
-    """Answers per second within all limits, over the time of the timed calls."""
+    """Answers per second within all limits, over the duration of the timed calls."""
     within_limits: int | None = None
     acceptance: Mapping[str, Any] | None = None
-    """The server's counters over the replay; None where it has none."""
+    """The server's counters over the replay; None if it has none."""
     reported_acceptance: Counter[str] | None = None
-    """What answers reported about their own drafts, summed; `answers` is how many reported it."""
+    """Sums of what answers reported about their drafts; `answers` is how many did."""
     warmed: int = 0
     """Calls that were not timed."""
     timed_from_s: float = math.inf
@@ -120,14 +121,14 @@ class Endpoint:
     """From the sending of the first timed call to the end of the last."""
     ended_s: float = 0.0
     uncounted: int = 0
-    """Answers for which the server gave no number of tokens."""
+    """Answers without a token count from the server."""
     met: int = 0
     gaps: Gaps = field(default_factory=Gaps)
     numbers: array[int] = field(default_factory=lambda: array("q"))
-    """Number in the log of each answered call; `columns` has the same order.  NaN: there is no such time."""
+    """Number in the log of each answered call; `columns` has the same order.  NaN if there is no such time."""
     columns: Mapping[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in LATENCIES})
     late_s: array[float] = field(default_factory=lambda: array("d"))
-    """Of all calls that had a time: sent - due."""
+    """Delay of all calls that had a due time."""
     with_first: Compared = field(default_factory=Compared)
     """Its answers compared with those of the first server."""
     with_log: Compared = field(default_factory=Compared)
@@ -168,7 +169,7 @@ class Endpoint:
         if self.sent:
             self.seconds = max(self.ended_s - start_s, 1e-9)
             self.answers_per_s, self.tokens_per_s = self.answered / self.seconds, self.tokens / self.seconds
-        self.ttft_s, self.tpot_s, self.e2e_s = (spread(_known(self.columns[name])) for name in LATENCIES)
+        self.ttft_s, self.tpot_s, self.e2e_s = (spread(_without_nan(self.columns[name])) for name in LATENCIES)
         self.gap_s = self.gaps.spread()
         if self.slo:
             timed_s = self.timed_until_s - self.timed_from_s if self.warmed else self.seconds
@@ -176,25 +177,25 @@ class Endpoint:
 
     @property
     def lost(self) -> int:
-        """Calls that are not accounted for; anything but 0 is a fault of this code."""
+        """Calls that are not accounted for; anything but 0 is a bug."""
         return self.sent - self.answered - self.cut_off.total() - self.failed.total()
 
     def json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in IN_JSON}
 
 
-def _known(values: Sequence[float] | Table) -> Table:
+def _without_nan(values: Sequence[float] | Table) -> Table:
     table = np.asarray(values, dtype=np.float64)
     return table[~np.isnan(table)]
 
 
 def ratios(first: Endpoint, second: Endpoint, paired: bool) -> dict[str, Interval]:
-    """second / first of the mean TTFT, TPOT and E2E; below 1 where the second is faster.
+    """second / first of the mean TTFT, TPOT and E2E; below 1 if the second is faster.
 
-    paired: over the calls that both answered; else each server answered calls of its own, and each is resampled
+    paired: over the calls that both answered; otherwise the servers had different calls, and each is resampled
     separately.
     """
-    found = {}
+    intervals = {}
     for name in LATENCIES:
         columns = [np.asarray(one.columns[name], dtype=np.float64) for one in (first, second)]
         if paired:
@@ -202,17 +203,17 @@ def ratios(first: Endpoint, second: Endpoint, paired: bool) -> dict[str, Interva
             table = np.stack([column[indices] for column, indices in zip(columns, both, strict=True)])
             columns = [_in_blocks(row) for row in table[:, ~np.isnan(table).any(axis=0)]]
         else:
-            columns = [_in_blocks(_known(column), mean=True) for column in columns]
+            columns = [_in_blocks(_without_nan(column), mean=True) for column in columns]
         if min(map(len, columns)) < 2 or columns[0].sum() <= 0:
             continue
         if paired:
-            found[name] = bootstrap.ratio_of_totals(columns[1].tolist(), columns[0].tolist())
+            intervals[name] = bootstrap.ratio_of_totals(columns[1].tolist(), columns[0].tolist())
         else:
             drawn = [
                 bootstrap.resampled(column, lambda t: t.mean(axis=1), seed=seed) for seed, column in enumerate(columns)
             ]
-            found[name] = bootstrap.interval_of(drawn[1] / drawn[0], float(columns[1].mean() / columns[0].mean()))
-    return found
+            intervals[name] = bootstrap.interval_of(drawn[1] / drawn[0], float(columns[1].mean() / columns[0].mean()))
+    return intervals
 
 
 def _in_blocks(values: Table, mean: bool = False) -> Table:

@@ -23,7 +23,7 @@ OPTIONS = {
     "max_tokens": "--max-tokens",
     "timeout_s": "--timeout",
 }  # fmt: skip
-"""Numbers of a plan that must be above 0, and their options on the command line."""
+"""Numbers of a plan that must be above 0, and their command-line options."""
 
 
 @dataclass(frozen=True, config={"use_attribute_docstrings": True})
@@ -35,18 +35,18 @@ class Plan:
     rate: float | None = None
     """Calls per second at random (Poisson) times, instead of the log's times."""
     concurrency: int | None = None
-    """Callers that each send a call as soon as the previous one is answered, instead of the log's times."""
+    """Callers that each send a call as soon as their previous one is answered, instead of the log's times."""
     split: bool = False
     """Send each session to one of the servers instead of to all."""
     limit: int | None = None
-    """Send only the first calls; all of the log unless given."""
+    """Send only the first calls; by default, all of the log."""
     warmup: int = 0
-    """First calls, which are sent and counted but not timed."""
+    """First calls that are sent and counted, but not timed."""
     model: str | None = None
-    """Model to ask for instead of the log's; unless given, a model that a server does not have is replaced by its
-    first."""
+    """Model to request instead of the log's; by default, a model that a server does not have is replaced by its first
+    one."""
     max_tokens: int | None = None
-    """Most tokens of an answer; a call with a lower limit keeps it."""
+    """The most tokens of an answer; a call with a lower limit keeps it."""
     greedy: bool = False
     """Use temperature 0 for every call, so that answers can be compared."""
     ignore_eos: bool = False
@@ -56,16 +56,16 @@ class Plan:
     slo: Mapping[str, float] = field(default_factory=dict)
     """Limits in seconds for ttft, tpot, e2e."""
     retries: int = 3
-    """How often a failed call is sent again."""
+    """How often a failed call is retried."""
     timeout_s: float = 120.0
-    """Longest silence, in seconds."""
+    """Longest time without a byte, in seconds."""
     seed: int = 0
     """Seed of the random times."""
     redact: bool = False
     """Write a keyed hash and a length instead of texts."""
 
     def check(self, trace: Trace | None = None) -> None:
-        """ConfigError where the plan can't be followed; without `trace`, with any log at all."""
+        """Raises ConfigError if the plan is impossible for `trace`, or without it, for any log."""
         for name, option in OPTIONS.items():
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -89,7 +89,7 @@ class Plan:
     @property
     def mode(self) -> str:
         if self.rate is not None:
-            return f"{self.rate:g} calls a second, Poisson, seed {self.seed}"
+            return f"{self.rate:g} calls/s, Poisson, seed {self.seed}"
         if self.concurrency is not None:
             return f"{self.concurrency} callers"
         return "the log's times" + (f", {self.speed:g} times as fast" if self.speed != 1 else "")
@@ -99,26 +99,26 @@ class Plan:
         return min(trace.size, self.limit or trace.size)
 
     def seconds(self, trace: Trace) -> float | None:
-        """About how long sending takes; None where it depends on the servers, or on which calls are taken."""
+        """Approximate duration of sending; None if it depends on the servers, or on the choice of calls."""
         if self.rate is not None:
             return self.count(trace) / self.rate
         return trace.span_s / self.speed if self.concurrency is None and self.count(trace) == trace.size else None
 
 
 def limits(text: str | None) -> dict[str, float]:
-    """`ttft=500,tpot=50` in ms, to seconds by name.  ConfigError for another form."""
-    found = {}
+    """Parse `ttft=500,tpot=50` in ms to seconds by name.  Raises ConfigError."""
+    seconds = {}
     for part in filter(None, map(str.strip, (text or "").split(","))):
         name, _, value = part.partition("=")
         try:
-            found[name] = float(value.removesuffix("ms")) / 1000
+            seconds[name] = float(value.removesuffix("ms")) / 1000
         except ValueError:
             raise ConfigError(f"--slo {part!r} is not name=milliseconds; write it as ttft=500,tpot=50") from None
-    return found
+    return seconds
 
 
 def prepared(call: Call, server: Server, plan: Plan) -> tuple[str, bytes]:
-    """(path, body) as the server gets it."""
+    """(path, body) for the server."""
     body = dict(call.body)
     if plan.completions and "messages" in body:
         body["prompt"] = "\n\n".join(text_of(message.get("content")) for message in body["messages"])
@@ -142,7 +142,7 @@ def prepared(call: Call, server: Server, plan: Plan) -> tuple[str, bytes]:
 
 
 def dues(trace: Trace, plan: Plan) -> Iterator[tuple[Call, float]]:
-    """Every call and when it is due, in seconds after the start."""
+    """Every call and its due time, in seconds after the start."""
     noise, at_s = random.Random(plan.seed), 0.0
     for call in itertools.islice(trace.calls(), plan.limit):
         if plan.rate is None:

@@ -1,4 +1,4 @@
-"""What a replay measured.  No torch."""
+"""The result of a replay.  No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.traffic.replay.latencies import Endpoint, Spread
 
 @dataclass(frozen=True)
 class ServerComparison:
-    """A further server, compared with the first one."""
+    """Another server, compared with the first one."""
 
     url: str
     ratios: Mapping[str, Interval]
@@ -35,16 +35,16 @@ class Replayed:
     not_sent: int
     """Calls not sent because the replay was stopped; 0 for a whole run."""
     left_out: Mapping[str, int]
-    """Rows of the log that are not calls, by reason."""
+    """Numbers of skipped rows of the log, by reason."""
     synthetic: int
     """Calls with generated text: their acceptance means nothing."""
     is_whole: bool
     seconds: float
     schedule_error_s: Spread | None
-    """sent - due of all calls; None in a closed loop."""
+    """Delay of all calls after their due time; None in a closed loop."""
     endpoints: tuple[Endpoint, ...]
     comparisons: tuple[ServerComparison, ...]
-    """Every further server, compared with the first."""
+    """Every other server, compared with the first."""
     log_answers: Mapping[str, Compared]
     """By server: its answers compared with those of the log."""
     slo: Mapping[str, float]

@@ -11,33 +11,32 @@ import httpx
 
 from outrider.errors import ConfigError, DataError
 from outrider.traffic.address import Address, address_of
-from outrider.traffic.counters import Acceptance, Counters, scrape
+from outrider.traffic.counters import Counters, SpeculationStats, scrape
 
 RECHECK_S, RECHECKS = 0.1, 10
-"""Servers may count a step after sending its tokens: counters are read until they no longer change, or RECHECKS
-times."""
+"""Servers may count a step after sending its tokens, so counters are read until they are stable, or RECHECKS times."""
 
 
 class Server(NamedTuple):
-    """One server, as it was before the replay."""
+    """A server before the replay."""
 
     address: Address
     models: tuple[str, ...]
-    """Of the server; empty where it doesn't list them."""
+    """Empty if the server does not list them."""
     before: Counters | None
-    silence: str | None
-    """Why it has no counters of drafts; None where it has."""
+    no_counters: str | None
+    """Why it has no counters of drafts; None if it has."""
 
     @property
     def url(self) -> str:
         return self.address.shown
 
-    def model_for(self, asked: str | None) -> str | None:
-        """The model asked for; where the server does not have it, its first one."""
-        return asked if asked in self.models or not self.models else self.models[0]
+    def model_for(self, requested: str | None) -> str | None:
+        """The requested model, or the first one if the server does not have it."""
+        return requested if requested in self.models or not self.models else self.models[0]
 
-    def acceptance(self, key: str | None = None) -> Acceptance:
-        """Counters since the start of the replay, once they no longer change.  DataError where it has none."""
+    def acceptance(self, key: str | None = None) -> SpeculationStats:
+        """Counters since the start of the replay, once they are stable.  Raises DataError without counters."""
         assert self.before is not None
         with _client(self.address, key) as client:
             now = scrape(self.url, client)
@@ -50,20 +49,20 @@ class Server(NamedTuple):
 
 
 def check_servers(urls: Sequence[str]) -> None:
-    """ConfigError unless all are addresses of servers and all differ."""
+    """Raises ConfigError unless all are addresses of servers and all differ."""
     if not urls:
-        raise ConfigError("no server is named; give the address of one or more")
+        raise ConfigError("no server was given; give one or more addresses")
     shown = [address_of(url).shown for url in urls]
     for url in shown:
         if shown.count(url) > 1:
             raise ConfigError(
                 f"{url} is named twice, and its counters would mix both; name every server once, and replay twice to "
-                "see noise"
+                "measure the noise"
             )
 
 
 def server_at(url: str, key: str | None = None) -> Server:
-    """The server at `url`: its models and its counters.  DataError where nothing answers."""
+    """The server at `url`, with its models and counters.  Raises DataError if it does not answer."""
     address = address_of(url)
     with _client(address, key) as client:
         try:
