@@ -1,7 +1,7 @@
-"""Requests from a file, without HTTP: OpenAI's batch format, one JSON object a line, and answers in another file.
+"""Offline batches: requests from a file in OpenAI's batch format, one JSON object per line, answered into another file.
 
-A line of the answers is written when its request has ended.  A run that was stopped goes on: requests whose custom_id
-has an answer are left out.
+An answer is written when its request has ended.  An interrupted run resumes: requests whose custom_id has an answer are
+skipped.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from outrider.serve.service import Kind, Post, Service
 from outrider.storage.atomic import whole_lines
 
 URLS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
-AHEAD = 2
-"""Requests at once for each slot: one runs, the other is ready when it ends."""
+REQUESTS_PER_SLOT = 2
+"""Requests in flight per slot: one runs, and the other is ready when it ends."""
 
 Update = Callable[[int, int], None]
-"""Called with the numbers of requests that are answered, and of those that were refused."""
+"""Called with the number of answered requests, and how many of them were refused."""
 
 
 class Line(NamedTuple):
@@ -38,7 +38,7 @@ class Line(NamedTuple):
 
 
 def lines_of(path: Path) -> Iterator[Line]:
-    """The requests of a file.  Raises DataError, with the number of the line, for one that can't be read."""
+    """The requests of a file.  Raises DataError, with the line number, for an invalid one."""
     ids: set[str] = set()
     try:
         with path.open("rb") as file:
@@ -55,42 +55,41 @@ def _line(text: bytes, where: str, ids: set[str]) -> Line:
     except Refusal as refusal:
         raise DataError(refusal.message) from None
     if not isinstance(row, dict) or not isinstance(row.get("custom_id"), str) or not isinstance(row.get("body"), dict):
-        raise DataError(f"{where} must be an object with custom_id, a text, and body, an object")
+        raise DataError(f"{where} must be an object with custom_id, a string, and body, an object")
     if row.get("method", "POST") != "POST" or row.get("url") not in list(URLS):  # a list has no hash
         raise DataError(
-            f"{where} asks for {row.get('method', 'POST')} {row.get('url')!r}; wanted POST and {' or '.join(URLS)}"
+            f"{where} is a {row.get('method', 'POST')} of {row.get('url')!r}; expected POST and {' or '.join(URLS)}"
         )
     if row["custom_id"] in ids:
-        raise DataError(f"{where}: custom_id {row['custom_id']!r} was there before; each must be another")
+        raise DataError(f"{where}: custom_id {row['custom_id']!r} is used twice; each request needs its own")
     ids.add(row["custom_id"])
     return Line(row["custom_id"], URLS[row["url"]], row["body"], len(text))
 
 
 def answered(path: Path) -> set[str]:
-    """The custom_ids that have an answer; a last line that was cut short is taken away.  Raises DataError for a file of
-    something else."""
+    """The custom_ids that have an answer; removes an incomplete last line.  Raises DataError for any other file."""
     ids: set[str] = set()
     for number, line in whole_lines(path):
         try:
             ids.add(json.loads(line)["custom_id"])
         except (ValueError, LookupError, TypeError):
-            raise DataError(f"{path}, line {number}, is no answer of a batch; name another file") from None
+            raise DataError(f"{path}, line {number}, is not an answer of a batch; name another file") from None
     return ids
 
 
 def check(source: Path, to: Path) -> tuple[int, int]:
-    """Number of requests, and of those answered before.  Raises DataError or ConfigError, before any weight loads."""
+    """Number of requests, and of those already answered.  Raises DataError or ConfigError; loads no weights."""
     if to.exists() and source.exists() and source.samefile(to):
         raise ConfigError(f"answers would overwrite {source}; name another file with --batch-out")
     if not to.parent.is_dir():
-        raise ConfigError(f"can't write the answers to {to}: there is no folder {to.parent}; make it first")
+        raise ConfigError(f"can't write the answers to {to}: the folder {to.parent} does not exist; create it first")
     before = answered(to)
     ids = [line.custom_id for line in lines_of(source)]
     return len(ids), len(before.intersection(ids))
 
 
 def run(service: Service, post: Post, source: Path, to: Path, update: Update = lambda done, refused: None) -> int:
-    """Answer the requests of a file that have no answer yet; returns how many were refused."""
+    """Answer the unanswered requests of a file; returns how many were refused."""
     before = answered(to)
     waiting = (line for line in lines_of(source) if line.custom_id not in before)
 
@@ -98,15 +97,15 @@ def run(service: Service, post: Post, source: Path, to: Path, update: Update = l
         post.loop = asyncio.get_running_loop()
         with to.open("a", encoding="utf-8") as out:
             work = Work(service, out, update)
-            several = min(AHEAD * service.engine.slots, service.config.queue)
-            await asyncio.gather(*(work.run(waiting) for _ in range(several)))
+            in_flight = min(REQUESTS_PER_SLOT * service.engine.slots, service.config.queue)
+            await asyncio.gather(*(work.run(waiting) for _ in range(in_flight)))
             return work.refused
 
     return asyncio.run(main())
 
 
 class Work:
-    """Answers requests one after another, in as many tasks as `run` is called in."""
+    """Answers requests one after another; `run` may be called in several tasks."""
 
     def __init__(self, service: Service, out: IO[str], update: Update):
         self.service, self.out, self.update = service, out, update
@@ -139,7 +138,9 @@ class Work:
                     self.service.finish(job)
             except Refusal as refusal:
                 if refusal.status == 503 or self.service.engine.error:
-                    raise DataError("the engine ended; what was answered stays, the same command goes on") from None
+                    raise DataError(
+                        "the engine stopped; the answers so far are kept, rerun the command to resume"
+                    ) from None
                 if refusal.status == 429:
                     await asyncio.sleep(0.1)
                     continue

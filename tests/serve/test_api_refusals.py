@@ -95,7 +95,7 @@ MALFORMED: dict[str, tuple[str, Any, str]] = {
     "a large seed": ("completions", TEXT | {"seed": 2**63}, "seed must be less than"),
     "many stops": ("completions", TEXT | {"stop": ["a"] * 17}, "up to 16 texts"),
     "a long stop": ("completions", TEXT | {"stop": "a" * 257}, "1 to 256 characters"),
-    "a fewest above the most": ("completions", TEXT | {"max_tokens": 3, "min_tokens": 4}, "min_tokens is 4, and the answer has at most 3"),
+    "a fewest above the most": ("completions", TEXT | {"max_tokens": 3, "min_tokens": 4}, "the answer has at most 3"),
     "an unknown role": ("chat/completions", {"messages": [{"role": "usr", "content": "a"}]}, "'role' of 'system'"),
     "null for content": ("chat/completions", {"messages": [{"role": "user", "content": None}]}, "a text, or a list"),
     "an unknown format": ("chat/completions", CHAT | {"response_format": {"type": "xml"}}, "'type' of 'text'"),

@@ -81,9 +81,9 @@ WRONG = [
     ("{\n", "line 2 is not JSON"),
     ("[]\n", "line 2 must be an object with custom_id"),
     (json.dumps({"custom_id": "b", "method": "POST", "url": "/v1/completions"}), "and body, an object"),
-    (json.dumps({"custom_id": 5, "method": "POST", "url": "/v1/completions", "body": {}}), "custom_id, a text"),
-    (row("b", {"prompt": "a"}, "/v1/embeddings"), "wanted POST and /v1/completions or /v1/chat/completions"),
-    (row("a", {"prompt": "a"}), "custom_id 'a' was there before"),
+    (json.dumps({"custom_id": 5, "method": "POST", "url": "/v1/completions", "body": {}}), "custom_id, a string"),
+    (row("b", {"prompt": "a"}, "/v1/embeddings"), "expected POST and /v1/completions or /v1/chat/completions"),
+    (row("a", {"prompt": "a"}), "custom_id 'a' is used twice"),
     ('{"custom_id": "\\ud800"}', "line 2 is not JSON"),
 ]
 
@@ -105,10 +105,10 @@ def test_files_that_can_not_be_used_are_refused(tmp_path):
     given.write_text(row("a", {"prompt": "a"}))
     with pytest.raises(ConfigError, match="would overwrite"):
         batch.check(given, given)
-    with pytest.raises(ConfigError, match="there is no folder"):
+    with pytest.raises(ConfigError, match="does not exist; create it first"):
         batch.check(given, tmp_path / "none" / "out.jsonl")
     other = tmp_path / "notes.txt"
     other.write_text("mine\nand mine\n")
-    with pytest.raises(DataError, match="is no answer of a batch"):
+    with pytest.raises(DataError, match="is not an answer of a batch"):
         batch.check(given, other)
     assert other.read_text() == "mine\nand mine\n"

@@ -1,1 +1,1 @@
-"""From bodies to requests and from outputs to answers; what is wrong is refused by name."""
+"""From request bodies to the engine's requests, and from its outputs to answers."""

@@ -1,6 +1,6 @@
-"""Answers as OpenAI's clients read them: whole, or as server-sent events.
+"""Answers in OpenAI's format: complete, or as server-sent events.
 
-The hot path is a chunk of a stream that holds text alone: all of it but the text is made once a choice.
+The hot path is a chunk of a stream that has only text: everything but the text is built once per choice.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from outrider.serve.pieces import Pieces
 from outrider.targets.text.token_texts import Offsets, TokenTexts
 
 LOWEST = -9999.0
-"""Stands for a log probability of minus infinity, which JSON does not have."""
+"""Replaces a log probability of minus infinity, which JSON can't represent."""
 REASONS: dict[Ending, str] = {"stop": "stop", "length": "length", "context": "length"}
-"""Endings of a whole text, in OpenAI's words."""
+"""OpenAI's finish reasons of finished texts."""
 DONE = b"data: [DONE]\n\n"
 
 Name = Callable[[int], str]
@@ -31,7 +31,7 @@ Name = Callable[[int], str]
 
 
 class Choice:
-    """One answer while it is written."""
+    """One answer in progress."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -59,31 +59,31 @@ class Choice:
 
 
 class Answer:
-    """The form of one request's answer."""
+    """Formats the answer to one request."""
 
     def __init__(self, body: TextRequest, model: str, texts: TokenTexts, text_of: Name):
-        """text_of: what a token adds to a text; nothing for a special one."""
+        """text_of: the text of a token; "" for a special one."""
         self.body, self.model, self.texts, self.text_of = body, model, texts, text_of
         self.is_chat = isinstance(body, ChatRequest)
         self.id = ("chatcmpl-" if self.is_chat else "cmpl-") + uuid4().hex
         self.created = int(time.time())
         self.counts_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self._is_plain = not (body.include_drafts or body.return_token_ids or body.logprobs not in (None, False))
-        """Chunks hold text alone."""
+        """Chunks have only text."""
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._offsets: dict[int, Offsets] = {}
         """Of each choice."""
         self._pieces: dict[int, Pieces] = {}
 
-    # ── whole ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── complete ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def whole(self, choices: Sequence[Choice], calls: Sequence[Call]) -> dict[str, Any]:
         answer = self._head("chat.completion" if self.is_chat else "text_completion")
         answer["choices"] = [self._choice(choice) for choice in choices]
         answer["usage"] = usage(calls)
         if self.body.include_drafts:
-            own = [self._drafts(choice.index, choice.tokens, choice.drafted, choice.text) for choice in choices]
-            joined = {name: [one for each in own for one in each[name]] for name in own[0]}
+            drafts = [self._drafts(choice.index, choice.tokens, choice.drafted, choice.text) for choice in choices]
+            joined = {name: [item for each in drafts for item in each[name]] for name in drafts[0]}
             answer["outrider"] = counts(choices, calls) | joined
         return answer
 
@@ -105,7 +105,7 @@ class Answer:
     # ── in chunks ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
-        """What a stream begins with."""
+        """The beginning of a stream."""
         if not self.is_chat:
             return b""
         return b"".join(
@@ -113,7 +113,7 @@ class Answer:
         )
 
     def joined(self, outputs: Sequence[tuple[int, Output]]) -> Sequence[tuple[int, Output]]:
-        """Several steps' outputs as one for each choice, where chunks hold text alone."""
+        """Merge the outputs of several steps to one per choice, if chunks have only text."""
         if len(outputs) < 2 or not self._is_plain:
             return outputs
         texts: dict[int, list[str]] = {}
@@ -123,7 +123,7 @@ class Answer:
         return [(index, replace(last[index], text="".join(parts))) for index, parts in texts.items()]
 
     def chunk(self, choice: Choice, output: Output, call: Call) -> bytes:
-        """The event of one step's output; empty where it says nothing."""
+        """The event of one step's output; empty if there is nothing to send."""
         if self._is_plain and output.finish_reason is None:
             if not output.text:
                 return b""
@@ -144,7 +144,7 @@ class Answer:
         return self._event(fields, **more)
 
     def closing(self, calls: Sequence[Call]) -> bytes:
-        """What a stream ends with."""
+        """The end of a stream."""
         if not self.counts_usage:
             return DONE
         last = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
@@ -159,14 +159,14 @@ class Answer:
         return event(chunk | more)
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the text of a plain chunk."""
+        """The bytes before and after the text of a plain chunk."""
         mark = "\0text\0"
         fields: dict[str, Any] = {"delta": {"content": mark}} if self.is_chat else {"text": mark}
         before, _, after = self._event({"index": index} | fields).partition(json.dumps(mark).encode())
         return self._frames.setdefault(index, (before, after))
 
     def _drafts(self, index: int, tokens: Sequence[int], drafted: Sequence[bool], text: str) -> dict[str, list[Any]]:
-        """Of tokens that were written and the text that was given out with them."""
+        """Draft flags of these tokens, and the pieces of the text that is sent with them."""
         pieces = self._pieces.setdefault(index, Pieces())
         shown = zip(map(self.text_of, tokens), drafted, strict=True)
         return {"drafted_tokens": list(drafted), "pieces": pieces.push(shown, text)}
@@ -174,8 +174,7 @@ class Answer:
     # ── log probabilities ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        asked = self.body.logprobs
-        if asked is None or asked is False:
+        if self.body.logprobs is None or self.body.logprobs is False:
             return None
         if self.is_chat:
             return {"content": [self._described(one) for one in logprobs], "refusal": None}
@@ -186,11 +185,11 @@ class Answer:
         return {"tokens": list(names), "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
     def _named(self, token: int) -> tuple[str, bytes]:
-        """A token's name, and what it adds to the text: nothing where it is special."""
+        """A token's name, and the bytes that it adds to the text; none for a special token."""
         return self.texts.name_of(token), self.texts.bytes_of(token) if self.text_of(token) else b""
 
     def _ranked(self, likeliest: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Log probabilities by the tokens' names; of two tokens with one name, the less likely by its id."""
+        """Log probabilities by token name; of two tokens with the same name, the less likely one is named by its id."""
         ranked: dict[str, float] = {}
         for token, value in sorted(dict(likeliest).items(), key=lambda one: -one[1]):
             name = self.texts.name_of(token)
@@ -209,7 +208,7 @@ class Answer:
 
 
 def usage(calls: Sequence[Call]) -> dict[str, Any]:
-    """Tokens of a request; a prompt counts once, whatever the number of its answers."""
+    """Token counts of a request; a prompt counts once for all of its answers."""
     prompts = {id(call.request.prompt): call for call in calls}.values()
     read, written = sum(len(call.request.prompt) for call in prompts), sum(call.written for call in calls)
     return {
@@ -232,7 +231,7 @@ def event(values: dict[str, Any]) -> bytes:
 
 
 def error_event(refusal: Refusal) -> bytes:
-    """What a stream that fails ends with."""
+    """The end of a stream that fails."""
     return event(refusal.body) + DONE
 
 

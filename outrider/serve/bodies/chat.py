@@ -1,4 +1,4 @@
-"""Chats as the target reads them: messages and tools through its tokenizer's own chat template, in Jinja's sandbox."""
+"""Chats to token ids: renders messages and tools with the tokenizer's chat template, in Jinja's sandbox."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ TAKEN = {
     "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length",
     "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "self",
 }  # fmt: skip
-"""What a client may not set as a variable of the template."""
+"""Names that a client may not set as variables of the template."""
 
 
 def tokens_of(
     messages: Sequence[Message], tools: Sequence[Tool] | None, variables: Mapping[str, Any] | None, tokenizer: Any,
     parse_special: bool = False,
 ) -> list[int]:  # fmt: skip
-    """Token ids of a chat, up to where the answer begins.  Raises Refusal for what the template does not take."""
+    """Token ids of a chat, up to the beginning of the answer.  Raises Refusal if the template rejects it."""
     if tokenizer is None or tokenizer.chat_template is None:
         raise invalid("this model has no chat template; use /v1/completions with a prompt", "messages")
     rows = [
@@ -47,27 +47,28 @@ def tokens_of(
             raise invalid(str(error), "messages") from None
         if isinstance(cause, TemplateError):
             raise invalid(f"the model's chat template refuses these messages: {cause}", "messages") from None
-        log.info("a chat template failed: %r", cause)  # the template is a program, and its input is the client's
+        log.info("a chat template failed: %r", cause)  # not told to the client: the template is a program
         raise invalid(
-            "the model's chat template can't render these messages; see its model card for their form", "messages"
+            "the model's chat template can't render these messages; see the model card for its format", "messages"
         ) from None
 
 
 def texts_of(messages: Sequence[Message], tools: Sequence[Tool] | None) -> list[str]:
-    """All that a template may be given to write."""
+    """All texts that a template may render."""
     texts = [text_of(message.model_dump().get("content")) for message in messages]
     texts += [message.model_dump_json(exclude={"content"}) for message in messages if message.role == "assistant"]
     return texts + [tool.model_dump_json() for tool in tools or ()]
 
 
 def _check_tools(messages: Sequence[Mapping[str, Any]], functions: Sequence[Any], template: str) -> None:
-    """Refuse tools and their calls where the model would not be told of them."""
+    """Refuse tools and tool calls that the template would not render."""
     used = {"tools": bool(functions), "tool_calls": any(message.get("tool_calls") for message in messages)}
-    for name in (name for name, is_given in used.items() if is_given and not re.search(rf"\b{name}\b", template)):
-        raise invalid(
-            f"{name} can't be shown to this model: its template has no place for them; leave them out, or describe "
-            "them in a message", name, "unsupported_field",
-        )  # fmt: skip
+    for name, is_used in used.items():
+        if is_used and not re.search(rf"\b{name}\b", template):
+            raise invalid(
+                f"{name} can't be shown to this model: its template does not render them; leave them out, or describe "
+                "them in a message", name, "unsupported_field",
+            )  # fmt: skip
 
 
 def _check(variables: Mapping[str, Any], template: str) -> None:
@@ -78,6 +79,6 @@ def _check(variables: Mapping[str, Any], template: str) -> None:
             or not re.search(rf"\b{name}\b", template)
         ):
             raise invalid(
-                f"chat_template_kwargs.{name} is no variable of the model's chat template; leave it out",
+                f"chat_template_kwargs.{name} is not a variable of the model's chat template; leave it out",
                 "chat_template_kwargs",
             )

@@ -1,4 +1,4 @@
-"""Bodies read and checked: what is wrong is refused by name, with what was given and what is wanted."""
+"""Parses and validates request bodies; a refusal names the field, what was given and what is expected."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "priority": ((0,), "requests are served by turns; leave it out"),
     "moderation": ((), "answers are not judged; leave it out"),
 }  # fmt: skip
-"""Known fields that would change the answer: values that do not, besides null, and what to do instead."""
+"""Unsupported fields of other servers: the values without effect, besides null, that are accepted, and what to use
+instead."""
 
 MOST_PARTS = 40_000
 """Most lists, objects and keys of objects in a body."""
@@ -56,9 +57,9 @@ MOST_VALUES = 300_000
 """Most values in a body, such as the token ids of all its prompts."""
 MARKS = (b"[", b"{", b":")
 OUTSIDE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[^"]{1,65536}', re.DOTALL)
-"""A text of a body, or what stands between two."""
+"""Matches a string of a body, or a piece between two strings."""
 
-WANTED: Mapping[str, str] = {
+EXPECTED: Mapping[str, str] = {
     "prompt": "a text, token ids, or a list of texts or of token ids",
     "stop": f"a text, or up to {MAX_STOPS} texts, each of 1 to 256 characters",
     "tool_choice": "none or auto: what the model writes is returned as text, so no tool can be forced",
@@ -68,14 +69,15 @@ WANTED: Mapping[str, str] = {
     "logit_bias": f"an object of at most {MAX_BIASES} token ids and numbers from -100 to 100",
     "content": "a text, or a list of parts of type text",
 }
-"""What a field of several types may be, in words."""
+"""Descriptions of the fields that accept several types."""
 
 B = TypeVar("B", bound=BaseModel)
 
 
 def read(text: bytes, what: str = "the body") -> Any:
-    """The JSON of a body.  Raises Refusal where it is none, is nested too deeply, holds NaN or half a surrogate, has a
-    key twice (readers differ in which counts), or more values than any request needs, each of which costs time."""
+    """The JSON of a body.  Raises Refusal if it is not valid JSON, is nested too deeply, has NaN or half a surrogate,
+    has a key twice (parsers differ in which one counts), or more values than any request needs, since each takes
+    time."""
     if len(text) > MOST_PARTS and not _has_few_values(text):
         most = f"{MOST_PARTS} lists, objects and keys, or {MOST_VALUES} values"
         raise invalid(f"{what} has more than {most}; send less in one request", code="too_many_values")
@@ -86,16 +88,16 @@ def read(text: bytes, what: str = "the body") -> Any:
     try:
         json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
-        raise invalid(f"{what} can't be taken: {error}; leave one out", code="invalid_json") from None
+        raise invalid(f"{what} is refused: {error}; leave one out", code="invalid_json") from None
     return values
 
 
 def _has_few_values(text: bytes) -> bool:
-    """Whether a body has no more parts and values than it may, without reading it; marks in texts don't count."""
+    """Whether a body has at most MOST_PARTS and MOST_VALUES, without parsing it; marks in strings don't count."""
     if sum(map(text.count, MARKS)) <= MOST_PARTS and text.count(b",") <= MOST_VALUES:
         return True
     parts = values = 0
-    for match in OUTSIDE.finditer(text):  # by pieces, so that other threads get their turn
+    for match in OUTSIDE.finditer(text):  # in pieces, so that other threads get the interpreter lock in between
         if (piece := match[0]).startswith(b'"'):
             continue
         parts, values = parts + sum(map(piece.count, MARKS)), values + piece.count(b",")
@@ -105,7 +107,7 @@ def _has_few_values(text: bytes) -> bool:
 
 
 def parse(schema: type[B], values: Any) -> B:
-    """A body, checked.  Raises Refusal, which names the field, what was given, and what is wanted."""
+    """A validated body.  Raises Refusal, which names the field, what was given and what is expected."""
     if not isinstance(values, dict):
         raise invalid(f"the body is {_shown(values)}; send one JSON object")
     fields = _few_fields(schema, values)
@@ -122,12 +124,9 @@ def parse(schema: type[B], values: Any) -> B:
 
 def _few_fields(schema: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
     if len(values) > MOST_KEYS + len(REFUSED):
-        raise invalid(f"the body has {len(values)} fields, more than there are; leave out all but {_known(schema)}")
+        fields = ", ".join(sorted(schema.model_fields))
+        raise invalid(f"the body has {len(values)} fields, more than exist; leave out all but {fields}")
     return dict(values)
-
-
-def _known(schema: type[BaseModel]) -> str:
-    return ", ".join(sorted(schema.model_fields))
 
 
 def _refusal(schema: type[BaseModel], body: dict[str, Any], error: ValidationError) -> Refusal:
@@ -147,9 +146,9 @@ def _refusal(schema: type[BaseModel], body: dict[str, Any], error: ValidationErr
         return invalid(f"{name} is missing; add it", name, "missing_field")
     if _is_medium(problem, body):
         return _no_media(name)
-    field = next((n for n in reversed(range(len(path))) if path[n] in WANTED), None)
+    field = next((n for n in reversed(range(len(path))) if path[n] in EXPECTED), None)
     if field is not None:
-        name, reason = ".".join(map(str, path[: field + 1])), f"must be {WANTED[str(path[field])]}"
+        name, reason = ".".join(map(str, path[: field + 1])), f"must be {EXPECTED[str(path[field])]}"
     else:
         reason = _reason(problem)
     return invalid(f"{name} {reason} (given: {_shown(problem['input'])})", name or None, "invalid_value")
@@ -167,7 +166,7 @@ def _reason(problem: Any) -> str:
 
 
 def _path(problem: Any, value: Any) -> list[str | int]:
-    """Where in the body a problem is: pydantic's place without its names of types."""
+    """Where in the body a problem is: pydantic's location without its names of types."""
     path: list[str | int] = []
     for part in problem["loc"]:
         if _has(value, part):
@@ -185,7 +184,7 @@ def _has(value: Any, part: str | int) -> bool:
 
 
 def _is_medium(problem: Any, value: Any) -> bool:
-    """Whether the problem lies in a part of a message that is no text."""
+    """Whether the problem is in a part of a message that is not text, such as an image."""
     for before, part in pairwise(["", *_path(problem, value)]):
         if not _has(value, part):
             return False
@@ -197,13 +196,13 @@ def _is_medium(problem: Any, value: Any) -> bool:
 
 def _no_media(name: str) -> Refusal:
     return invalid(
-        f"{name} is no text, and targets read text alone; nothing is fetched for a request: give parts of type text",
+        f"{name} is not text, and targets read only text; nothing is fetched for a request: send parts of type text",
         name, "unsupported_content",
     )  # fmt: skip
 
 
 def _shown(value: Any) -> str:
-    """A value as a client sent it, in one line at most."""
+    """A value as the client sent it, shortened to one line."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
         return "a number of many digits"
     if isinstance(value, dict | list):

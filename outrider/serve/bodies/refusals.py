@@ -1,4 +1,4 @@
-"""What a client is told when it gets no answer: OpenAI's error object, and the status that belongs to it."""
+"""Error responses: OpenAI's error object with its HTTP status."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 from typing import Any
 
 LONGEST = 600
-"""Characters of a message: what a client sent comes back in parts only."""
+"""Most characters of a message, which may quote what the client sent."""
 
 KINDS = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
-"""Types of OpenAI's error object by status; others are of the client's request, or of the server."""
+"""Types of OpenAI's error object by status; the others are invalid_request_error below 500, and server_error."""
 
 
 class Refusal(Exception):
-    """An answer that is an error."""
+    """An error response."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None,
@@ -37,16 +37,16 @@ class Refusal(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> Refusal:
-    """A request that can't be answered as it is."""
+    """The request is invalid."""
     return Refusal(400, message, param, code)
 
 
 def internal() -> Refusal:
-    """The server's own failure, without what it was."""
+    """The server failed; the reason is only in its log."""
     return Refusal(500, "the server failed on this request; its log says why", code="internal_error")
 
 
 def draining() -> Refusal:
     return Refusal(
-        503, "the server is stopping and takes no more requests; ask again", code="stopping", retry_after_s=5
+        503, "the server is stopping and accepts no more requests; try again", code="stopping", retry_after_s=5
     )

@@ -1,4 +1,4 @@
-"""Bodies of requests: OpenAI's fields, those that vLLM added, and our own; everything else is refused by name."""
+"""Request bodies: OpenAI's fields, those that vLLM adds, and Outrider's; any other field is refused by name."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pydantic_core import PydanticCustomError
 
 MAX_STOPS, MAX_LOGPROBS, MAX_BIASES = 16, 20, 1024
 MIN_TEMPERATURE = 0.01
-"""Lowest temperature that is not greedy: logits divided by less overflow."""
+"""Lowest temperature above 0: logits divided by less would overflow."""
 
 MOST = 2**31 - 1
-"""Highest number of anything."""
+"""Largest integer in any field."""
 
 WHOLE = BeforeValidator(lambda value: int(value) if _is_whole(value) else value)
 """JSON may write an integer as 3.0."""
@@ -29,13 +29,13 @@ Ranks = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE]
 TokenId = Annotated[int, Field(ge=0, le=MOST)]
 Text = Annotated[str, StringConstraints(min_length=1)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-"""Every step compares the end of a text with all beginnings of its stop strings."""
+"""Short, since every step compares the end of a text with all prefixes of its stop strings."""
 
 
 MOST_MESSAGES, MOST_TOOLS, MOST_PARTS = 4096, 512, 1024
-"""Of one request: more of them take long to check."""
+"""Of one request, since they take time to validate."""
 MOST_KEYS = 64
-"""Of an object with names of its own: each wrong one costs time."""
+"""Of an object with free keys, since each invalid one takes time."""
 
 
 def _is_whole(value: Any) -> bool:
@@ -49,7 +49,7 @@ def _few(value: Any, most: int = MOST_KEYS) -> Any:
 
 
 def _at_most(most: int) -> BeforeValidator:
-    """A list that is too long is refused before any of its items is looked at."""
+    """Refuses a list that is too long before any of its items is validated."""
 
     def checked(value: Any) -> Any:
         if isinstance(value, list) and len(value) > most:
@@ -60,7 +60,7 @@ def _at_most(most: int) -> BeforeValidator:
 
 
 class Body(BaseModel):
-    """Base: strict about types and fields.  A list ends at its first wrong item, of which there could be millions."""
+    """Base: strict about types and fields.  Lists fail at the first invalid item, since there could be millions."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -70,7 +70,7 @@ class Body(BaseModel):
         return _few(values)
 
 
-# ── parts of both kinds of requests ───────────────────────────────────────────────────────────────────────────────────
+# ── shared by completions and chats ───────────────────────────────────────────────────────────────────────────────────
 
 
 CacheControl = Annotated[dict[str, Any], BeforeValidator(_few)] | None
@@ -80,7 +80,7 @@ class TextPart(Body):
     type: Literal["text"]
     text: str
     cache_control: CacheControl = None
-    """No effect: beginnings of prompts are shared where they are equal."""
+    """No effect: common prefixes of prompts are always shared."""
 
 
 Content = Annotated[str | Annotated[list[TextPart], Field(fail_fast=True)], _at_most(MOST_PARTS)]
@@ -88,7 +88,7 @@ Content = Annotated[str | Annotated[list[TextPart], Field(fail_fast=True)], _at_
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    """End the stream with the number of tokens."""
+    """End the stream with the token counts."""
     include_obfuscation: bool | None = None
     """No effect: chunks are never padded."""
 
@@ -105,9 +105,9 @@ class JsonSchema(Body):
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
-    """What the answer fits."""
+    """Schema of the answer."""
     strict: bool | None = None
-    """No effect: answers always fit."""
+    """No effect: answers always match the schema."""
 
 
 class SchemaFormat(Body):
@@ -125,25 +125,25 @@ class Prediction(Body):
 
 class Speculative(Body):
     depth: Annotated[int, Field(ge=0, le=1024), WHOLE] | None = None
-    """Most tokens drafted in one step; 0 decodes plainly."""
+    """Most tokens drafted in one step; 0 decodes without drafts."""
     drafter: Text | None = None
     """Member of the server's `mix` that drafts."""
 
 
 class GenerationBody(Body):
-    """What completions and chats have in common."""
+    """Fields of both completions and chats."""
 
     model: str | None = None
-    """The name that /v1/models gives; may be left out."""
+    """The name in /v1/models; optional."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Positive | None = None
-    """Answers to each prompt; the i-th has `seed` + i."""
+    """Answers per prompt; the i-th uses `seed` + i."""
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WHOLE] | None = None
-    """Same seed, same text, whatever drafts for it."""
+    """The same seed gives the same text with any drafter."""
     temperature: float | None = Field(None, ge=0, le=2)
-    """0 is greedy; else at least 0.01."""
+    """0 is greedy; otherwise at least 0.01."""
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: Annotated[int, Field(ge=-1, le=MOST), WHOLE] | None = None
     """0 and -1 keep every token."""
@@ -159,34 +159,33 @@ class GenerationBody(Body):
         ]
         | None
     ) = None
-    """Token id to what is added to its logit."""
+    """Token id to the number that is added to its logit."""
     max_tokens: Positive | None = None
     min_tokens: Natural | None = None
-    """End tokens are impossible before."""
+    """End tokens are forbidden before this many tokens."""
     ignore_eos: bool | None = None
-    """End tokens are impossible until `max_tokens`."""
+    """End tokens are forbidden until `max_tokens`."""
     response_format: Format | None = None
     prediction: Prediction | None = None
-    """Text that the answer is likely to repeat: it is drafted from, and changes nothing else."""
+    """Text that the answer is likely to repeat: drafts are taken from it; the answer does not change."""
     speculative: bool | Speculative | None = None
-    """false decodes plainly."""
+    """false decodes without drafts."""
     include_drafts: bool | None = None
-    """Answer with `outrider`: steps, drafted and accepted tokens, and which tokens were drafted."""
+    """Add `outrider` to the answer: steps, drafted and accepted tokens, and which tokens were drafted."""
     return_token_ids: bool | None = None
     parse_special: bool | None = None
-    """Whether special tokens that are spelled out become control tokens: in a prompt they do unless this is false, in
-    messages only where it is true."""
+    """Whether spelled-out special tokens become control tokens.  By default they do in prompts, but not in messages."""
     timeout: float | None = Field(None, gt=0, le=86_400)
     """Seconds after which the request ends with 408."""
     store: bool | None = None
-    """false: no drafter learns from the texts of this request."""
+    """false: the drafter does not learn from this request."""
     user: str | None = None
-    """No effect, as the three below."""
+    """No effect, like the three fields below."""
     metadata: Annotated[dict[str, str], Field(max_length=MOST_KEYS), BeforeValidator(_few)] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    """No effect: beginnings of prompts are shared where they are equal."""
+    """No effect: common prefixes of prompts are always shared."""
 
 
 class CompletionRequest(GenerationBody):
@@ -200,7 +199,7 @@ class CompletionRequest(GenerationBody):
     )
     """A text, token ids, or a list of texts or of token ids."""
     logprobs: Ranks | None = None
-    """Log probabilities of the tokens, and of this many likeliest at each place."""
+    """Return log probabilities of the tokens, and of this many most likely tokens at each position."""
 
 
 # ── chats ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -214,7 +213,7 @@ class SystemMessage(Body):
 
 
 class DeveloperMessage(Body):
-    """OpenAI's newer word for a system message."""
+    """OpenAI's newer name for a system message."""
 
     role: Literal["developer"]
     content: Content
@@ -288,11 +287,11 @@ class ChatRequest(GenerationBody):
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), _at_most(MOST_MESSAGES)]
     tools: Annotated[list[Tool], Field(fail_fast=True), _at_most(MOST_TOOLS)] | None = None
-    """Given to the chat template; what the model writes is returned as content."""
+    """Passed to the chat template; the model's text is returned as content."""
     tool_choice: Literal["none", "auto"] | None = None
-    """none: the template is given no tools."""
+    """none: no tools are passed to the template."""
     parallel_tool_calls: bool | None = None
-    """No effect: the text is the model's."""
+    """No effect: tool calls are not parsed."""
     logprobs: bool | None = None
     top_logprobs: Ranks | None = None
     max_completion_tokens: Positive | None = None
@@ -303,19 +302,19 @@ class ChatRequest(GenerationBody):
 IDLE = (
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
 )  # fmt: skip
-"""Fields that are taken and change nothing."""
+"""Fields that are accepted and have no effect."""
 
 
 def ignored(body: CompletionRequest | ChatRequest) -> list[str]:
-    """Names of the fields of a body that have no effect, which a header of the answer lists."""
+    """Fields of this body that have no effect; a response header lists them."""
     names = [name for name in IDLE if getattr(body, name, None) is not None]
-    held = [*getattr(body, "messages", ()), *(getattr(body, "tools", None) or ())]
-    parts = [part for one in held if isinstance(getattr(one, "content", None), list) for part in one.content]
-    return names + ["cache_control"] * any(one.cache_control is not None for one in [*held, *parts])
+    items = [*getattr(body, "messages", ()), *(getattr(body, "tools", None) or ())]
+    parts = [part for item in items if isinstance(getattr(item, "content", None), list) for part in item.content]
+    return names + ["cache_control"] * any(item.cache_control is not None for item in [*items, *parts])
 
 
 TextRequest = CompletionRequest | ChatRequest
-"""A request for texts."""
+"""A request that generates text."""
 
 
 # ── tokens ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -325,9 +324,9 @@ class TokenizeText(Body):
     model: str | None = None
     prompt: str
     add_special_tokens: bool | None = None
-    """true unless given."""
+    """true by default."""
     parse_special: bool | None = None
-    """As in a completion: true unless given."""
+    """true by default, as in a completion."""
 
 
 class TokenizeChat(Body):
@@ -336,7 +335,7 @@ class TokenizeChat(Body):
     tools: Annotated[list[Tool], Field(fail_fast=True), _at_most(MOST_TOOLS)] | None = None
     chat_template_kwargs: Variables | None = None
     parse_special: bool | None = None
-    """As in a chat: false unless given."""
+    """false by default, as in a chat."""
 
 
 class DetokenizeRequest(Body):

@@ -1,1 +1,1 @@
-"""What a server keeps of its work: counts, Prometheus' metrics, and a line for every request."""
+"""Records of a server's work: counts, Prometheus metrics, and the request log."""

@@ -1,4 +1,4 @@
-"""The list of what the engine counts: the place of each number, and what is read out of a copy of the list."""
+"""The layout of the engine's list of counts, and the figures computed from a copy of it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any
 READING_S = 1.0
 """Seconds between two copies of the counts."""
 NOW_S, RECENT_S, LATENCY_S = 5.0, 60.0, 300.0
-"""The page's periods: of rates and shares of time, of acceptance, of latencies."""
+"""Periods of the live page: of rates and shares of time, of acceptance, and of latencies."""
 HISTORY_S = 120
 DEEPEST = 128
-"""Tokens accepted after this many of one draft count as the last of these."""
+"""Deeper positions of a draft are counted at this one."""
 BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0,
     160.0, 640.0,
 )  # fmt: skip
-"""Upper limits of Prometheus' buckets, seconds."""
+"""Upper limits of the Prometheus buckets, in seconds."""
 EDGES = tuple(sorted({*BUCKETS, *(1e-4 * 10 ** (i / 20) for i in range(141))}))
-"""Upper limits of our own, 0.1 ms to 1000 s: a quantile is exact to 6 %."""
+"""Upper limits of the page's finer buckets, 0.1 ms to 1000 s: quantiles are exact to 6 %."""
 
-# Places in the list of counts.
+# Indices of the list of counts.
 (
     STEPS, PASSES, GENERATED, DRAFTS, DRAFTED, ACCEPTED, PROMPT, QUERIED, CACHED, READ, DRAFT_S, VERIFY_S, OTHER_S,
     READ_S,
 ) = range(14)  # fmt: skip
 WIDTH = len(EDGES) + 2
-"""Of a histogram: its buckets, what lies beyond, the sum."""
+"""Size of a histogram: its buckets, the overflow bucket, the sum."""
 ACCEPTED_BY = READ_S + 1
 REACHED_BY = ACCEPTED_BY + DEEPEST + 1
 FIRST, GAP, PER_TOKEN, WHOLE, QUEUED = range(REACHED_BY + DEEPEST + 1, REACHED_BY + DEEPEST + 1 + 5 * WIDTH, WIDTH)
@@ -40,10 +40,10 @@ PARTS = (("draft", DRAFT_S), ("verify", VERIFY_S), ("other", OTHER_S), ("prompts
 def reading_at(
     readings: Sequence[tuple[float, list[Any]]], at: float, counts: Sequence[Any]
 ) -> tuple[float, Sequence[Any]]:
-    """When a reading was made that holds for `at`, up to a second earlier, and its counts.
+    """A time at most a second before `at`, and the counts at that time.
 
-    The first step a second or more after a reading makes the next one before it counts itself.  So a second after a
-    reading, and until the next one, the counts are as the next one found them.
+    The first step that is a second or more after a reading makes the next reading before it is counted.  So from a
+    second after a reading until the next one, the counts equal those of the next one.
     """
     place = bisect_right(readings, at, key=lambda reading: reading[0]) - 1
     if place < 0:
@@ -55,7 +55,7 @@ def reading_at(
 
 
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
-    """The value at `at` on the line through these points, level outside them."""
+    """Linear interpolation of these points at `at`, constant outside them."""
     place = bisect_right(points, at, key=lambda point: point[0])
     if place == 0 or place == len(points):
         return points[min(place, len(points) - 1)][1]
@@ -64,7 +64,7 @@ def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
 
 
 def num_reaching(counts: Sequence[Any], place: int) -> list[int]:
-    """[k]: how many had k + 1 or more."""
+    """[k]: how many drafts have a depth of at least k + 1."""
     return list(itertools.accumulate(reversed(counts[place + 1 : place + DEEPEST + 1])))[::-1]
 
 
@@ -80,14 +80,14 @@ def by_depth(counts: Sequence[Any]) -> list[float]:
 
 
 def buckets(counts: Sequence[Any], place: int) -> tuple[list[tuple[str, float]], float]:
-    """Prometheus' buckets of a histogram, each with all below it, and the sum."""
+    """Cumulative Prometheus buckets of a histogram, and the sum."""
     below = list(itertools.accumulate(counts[place : place + WIDTH - 1]))
     limits = [(str(limit), below[bisect_left(EDGES, limit)]) for limit in BUCKETS]
     return [*limits, ("+Inf", below[-1])], counts[place + WIDTH - 1]
 
 
 def quantiles(counts: Sequence[Any], place: int) -> dict[str, float | int | None]:
-    """Seconds that half, and 99 of 100, take at most, in the middle of their bucket; None where there are none."""
+    """Median and 99th percentile in seconds, in the middle of their bucket; None without observations."""
     below = list(itertools.accumulate(counts[place : place + WIDTH - 1]))
     figures: dict[str, float | int | None] = {"count": below[-1], "p50": None, "p99": None}
     for name, share in (("p50", 0.5), ("p99", 0.99)) if below[-1] else ():
@@ -101,7 +101,7 @@ def share(part: float, whole: float) -> float | None:
 
 
 def is_speculating(counts: Sequence[Any]) -> bool | None:
-    """Whether any step had a draft; None where there was no step."""
+    """Whether any step had a draft; None without steps."""
     return counts[DRAFTS] > 0 if counts[STEPS] else None
 
 

@@ -1,14 +1,17 @@
-"""What the engine counts: Prometheus' text for /metrics, and the figures of the live page.
+"""The engine's metrics: Prometheus' text for /metrics, and the figures of the live page.
 
-A step adds a few numbers to one list, which takes microseconds; all else is computed when somebody asks.  Only the
-engine's thread writes to the list, its numbers only grow, and the interpreter copies a list in one operation.  So
-readers need no lock, and no counter ever falls.  What happened in a period is the difference of two copies; one is made
-a second and kept for five minutes.
+A step adds a few numbers to one list, which takes microseconds; everything else is computed on request.  Only the
+engine's thread writes to the list, its numbers only grow, and the interpreter copies a list atomically.  So readers
+need no lock, and no counter ever decreases.  A period is the difference of two copies; one copy per second is kept for
+five minutes.
 
-Names are vLLM's, with `outrider:` for `vllm:`, where they mean the same.  Three things differ.  A prompt's first token
-is written by a step here, not by the reading of the prompt, so `request_steps_total` counts it too.  Accepted tokens
-are those in the text: a draft that goes on after the end of an answer counts up to that end.  Times of whole requests
-are those of answers that ended by themselves.
+prometheus_client writes the text, but does not count: its histograms have no past, which the page needs, and take a
+lock per observation.
+
+Names are vLLM's, with `outrider:` for `vllm:`, if they mean the same.  Three things differ.  A prompt's first token
+comes from a step, not from the prefill, so `request_steps_total` counts it too.  Accepted tokens are those in the text:
+a draft that continues after the end of an answer counts up to that end.  Request latencies are those of finished
+answers.
 """
 
 from __future__ import annotations
@@ -75,13 +78,13 @@ PREFIX = "outrider:"
 COUNTERS = (
     ("request_steps", STEPS, "Steps with or without a draft, one per request and pass of the target."),
     ("engine_steps", PASSES, "Passes of the target that advance requests, one for all of them together."),
-    ("generation_tokens", GENERATED, "Tokens written."),
+    ("generation_tokens", GENERATED, "Tokens generated."),
     ("prompt_tokens", PROMPT, "Tokens of the prompts of requests that have their first token."),
     ("spec_decode_num_drafts", DRAFTS, "Steps with a draft, one per request and pass of the target."),
     ("spec_decode_num_draft_tokens", DRAFTED, "Tokens drafted, all nodes of a tree."),
     ("spec_decode_num_accepted_tokens", ACCEPTED, "Drafted tokens that became text."),
-    ("prefix_cache_queries", QUERIED, "Tokens of the prompts that were looked for in the store of prefixes."),
-    ("prefix_cache_hits", CACHED, "Tokens of these that were found there and not read again."),
+    ("prefix_cache_queries", QUERIED, "Prompt tokens that were looked up in the prefix cache."),
+    ("prefix_cache_hits", CACHED, "Prompt tokens that were found in the prefix cache, and not computed again."),
 )
 POSITIONS = (
     ("spec_decode_num_accepted_tokens_per_pos", ACCEPTED_BY, "Drafts whose token at this position was accepted."),
@@ -89,42 +92,42 @@ POSITIONS = (
 )
 HISTOGRAMS = (
     ("time_to_first_token_seconds", FIRST, "From the arrival of a request to its first token."),
-    ("inter_token_latency_seconds", GAP, "Between two steps of a request, each of which writes one or more tokens."),
+    ("inter_token_latency_seconds", GAP, "Between two steps of a request, each of which has one or more tokens."),
     ("request_time_per_output_token_seconds", PER_TOKEN, "Time after the first tokens, per token after the first."),
     ("e2e_request_latency_seconds", WHOLE, "From the arrival of a request to the end of its answer."),
     ("request_queue_time_seconds", QUEUED, "From the arrival of a request to a slot."),
 )
-ENDINGS = ("stop", "length", "context", "cancelled", "deadline", "error")
-BY_ITSELF = ("stop", "length", "context")
+FINISHED = ("stop", "length", "context")
+ENDINGS = (*FINISHED, "cancelled", "deadline", "error")
 ALARMS = ("drafter_raised", "drafter_hung", "invalid_draft")
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one step did; lists are by live slot."""
+    """What one step did; lists have one entry per live slot."""
 
     calls: list[Call]
     tokens: list[int]
-    """Committed."""
+    """Committed tokens."""
     accepted: list[int]
-    """Of these, drafted."""
+    """Drafted tokens among them."""
     drafted: list[int]
-    """Nodes."""
+    """Nodes of the drafts."""
     depths: list[int]
-    """Of the drafts."""
+    """Depths of the drafts."""
     seconds: float
     draft_s: float
     verify_s: float
     other_s: float
     read_tokens: int
-    """Prompt tokens read since the step before."""
+    """Prompt tokens prefilled since the previous step."""
 
 
 class Telemetry:
     """Counters of one engine.
 
-    model: the name that its metrics carry.  drafter, length: shown where given; length is the most tokens of a slot.
-    All but `refused`, `alarm`, `arrived` and the readings are called in the engine's thread.
+    model: the label of the metrics.  drafter: shown on the page.  length: tokens of a slot.
+    All methods but `refused`, `alarm`, `arrived` and the readers are called in the engine's thread.
     """
 
     def __init__(self, model: str, slots: int, *, drafter: str = "", length: int | None = None) -> None:
@@ -136,7 +139,7 @@ class Telemetry:
         self._readings.append((self._began, self._counts.copy()))
         self._next_reading = self._began + READING_S
         self._busy_since = self._stepped = self._began
-        # dicts keep their order, and one operation adds or removes a key
+        # ordered sets, whose keys are added and removed atomically
         self._waiting: dict[Call, None] = {}
         self._running: dict[Call, None] = {}
         self._unwritten: dict[Call, None] = {}
@@ -144,22 +147,22 @@ class Telemetry:
         self._alarms = dict.fromkeys(ALARMS, 0)
         self._refused: dict[str, int] = {"queue_full": 0}
         self._lock = threading.Lock()
-        """Of what other threads count."""
+        """For the counts of other threads."""
         self._process = ProcessCollector(registry=None)
 
-    # ── what the engine reports ───────────────────────────────────────────────────────────────────────────────────────
+    # ── events ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def arrived(self, call: Call) -> None:
-        """The call waits for a slot."""
+        """The call is waiting for a slot."""
         self._waiting[call] = None
 
     def refused(self, reason: str) -> None:
-        """A request was turned away; any thread."""
+        """A request was refused; any thread."""
         with self._lock:
             self._refused[reason] = self._refused.get(reason, 0) + 1
 
     def alarm(self, kind: str) -> None:
-        """Something about the drafter is wrong: drafter_raised, drafter_hung, invalid_draft; any thread."""
+        """The drafter failed: drafter_raised, drafter_hung or invalid_draft; any thread."""
         with self._lock:
             self._alarms[kind] = self._alarms.get(kind, 0) + 1
 
@@ -174,7 +177,7 @@ class Telemetry:
         self._counts[QUERIED] += len(call.request.prompt)
 
     def cached(self, tokens: int) -> None:
-        """So many tokens of a prompt were computed for another."""
+        """This many prompt tokens were found in the prefix cache."""
         self._counts[CACHED] += tokens
 
     def stepped(self, record: StepRecord) -> None:
@@ -184,7 +187,7 @@ class Telemetry:
             self._readings.append((now, counts.copy()))
             self._next_reading = now + READING_S
         num_live = len(record.tokens)
-        # what contains another count comes first: a copy made in between has no share above 1
+        # a count comes after the one that contains it, so that a copy made in between has no share above 1
         counts[PASSES] += 1
         counts[STEPS] += num_live
         counts[DRAFTS] += num_live - record.drafted.count(0)
@@ -201,7 +204,7 @@ class Telemetry:
         counts[DRAFT_S] += record.draft_s
         counts[VERIFY_S] += record.verify_s
         counts[OTHER_S] += record.other_s
-        between = now - record.seconds - self._busy_since  # since the last step: prompts are read, answers are sent
+        between = now - record.seconds - self._busy_since  # prefill and output since the last step
         counts[READ_S if record.read_tokens else OTHER_S] += max(0.0, between)
         num_first = self._first_tokens(record.calls, now) if self._unwritten else 0
         if num_live > num_first:
@@ -209,11 +212,11 @@ class Telemetry:
         self._busy_since = self._stepped = now
 
     def ended(self, call: Call, reason: str) -> None:
-        """The call has its last token, or was given up."""
+        """The call has its last token, or was cut off."""
         self._waiting.pop(call, None)
         self._running.pop(call, None)
         self._unwritten.pop(call, None)
-        if reason in BY_ITSELF:
+        if reason in FINISHED:
             ended = call.finished or time.monotonic()
             self._observe(WHOLE, ended - call.arrived)
             if call.written > 1:
@@ -221,7 +224,7 @@ class Telemetry:
         self._endings[reason] = self._endings.get(reason, 0) + 1
 
     def _first_tokens(self, calls: Iterable[Call], now: float) -> int:
-        """How many of these calls had their first step now."""
+        """Record the calls whose first step this is; returns their number."""
         new = [call for call in calls if call in self._unwritten]
         for call in new:
             del self._unwritten[call]
@@ -233,7 +236,7 @@ class Telemetry:
         self._counts[histogram + bisect_left(EDGES, seconds)] += times
         self._counts[histogram + WIDTH - 1] += times * seconds
 
-    # ── what others read ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── readers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def text(self) -> str:
         """All metrics in Prometheus' text format; any thread."""
@@ -256,15 +259,15 @@ class Telemetry:
             family = HistogramMetricFamily(PREFIX + name, help, labels=["model_name"])
             family.add_metric([self.model], *buckets(counts, place))
             yield family
-        yield from self._by_word()
+        yield from self._labelled_counters()
         yield from self._gauges()
         yield GaugeMetricFamily("process_start_time_seconds", "When counting began.", self.started)
         yield from (one for one in self._process.collect() if one.name != "process_start_time_seconds")
 
     def snapshot(self) -> dict[str, Any]:
-        """Figures for the page, as JSON has them; any thread.  None: nothing happened that could tell.
+        """Figures of the page, ready for JSON; any thread.  None means no data.
 
-        Rates, `batch` and `time` are of the last 5 s, acceptance is of the last minute, latencies are of the last five.
+        Rates, `batch` and `time` cover the last 5 s, acceptance covers the last minute, latencies the last five.
         `time` has shares that sum to 1.
         """
         now, counts = time.monotonic(), self._counts.copy()
@@ -294,48 +297,48 @@ class Telemetry:
         self, kind: type[CounterMetricFamily] | type[GaugeMetricFamily], name: str, help: str,
         values: Mapping[str, float], label: str | None = None,
     ) -> CounterMetricFamily | GaugeMetricFamily:  # fmt: skip
-        """values: by the value of the label; without one, a single value under any key."""
+        """values: by the label's value; without a label, a single value under any key."""
         family = kind(PREFIX + name, help, labels=["model_name"] if label is None else ["model_name", label])
         for label_value, value in values.items():
             family.add_metric([self.model] if label is None else [self.model, label_value], value)
         return family
 
-    def _by_word(self) -> Iterator[Metric]:
+    def _labelled_counters(self) -> Iterator[Metric]:
         with self._lock:
             alarms, refused = self._alarms.copy(), self._refused.copy()
         for name, help, label, values in (
-            ("request_success", "Requests that ended, by why.", "finished_reason", self._endings.copy()),
-            ("alarms", "Faults of the drafter, by kind; the answers were decoded plainly.", "kind", alarms),
-            ("requests_refused", "Requests that were turned away, by why.", "reason", refused),
+            ("request_success", "Requests that ended, by reason.", "finished_reason", self._endings.copy()),
+            ("alarms", "Failures of the drafter, by kind; the answers were decoded without drafts.", "kind", alarms),
+            ("requests_refused", "Requests that were refused, by reason.", "reason", refused),
         ):
             yield self._family(CounterMetricFamily, name, help, values, label)
 
     def _gauges(self) -> Iterator[Metric]:
         for name, help, value in (
             ("num_requests_running", "Requests that have a slot.", len(self._running)),
-            ("num_requests_waiting", "Requests that wait for a slot.", len(self._waiting)),
+            ("num_requests_waiting", "Requests that are waiting for a slot.", len(self._waiting)),
             ("num_slots", "Requests that can be decoded at once.", self.slots),
-            ("kv_cache_usage_perc", "Share of the slots' memory that texts fill; 1 is all of it.", self._usage()),
+            ("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.", self._usage()),
         ):
             if value is not None:
                 yield self._family(GaugeMetricFamily, name, help, {"": value})
 
     def _usage(self) -> float | None:
-        """Share of the slots' tokens that are in use; None where the length of a slot is not known."""
+        """Share of the slots' tokens that are in use; None if the length of a slot is unknown."""
         if not self.length:
             return None
-        held = sum(len(call.request.prompt) + call.written for call in list(self._running))
-        return min(1.0, held / (self.slots * self.length))
+        used = sum(len(call.request.prompt) + call.written for call in list(self._running))
+        return min(1.0, used / (self.slots * self.length))
 
     # ── periods ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _since(self, at: float, now: float, counts: Sequence[Any]) -> tuple[float, list[Any]]:
-        """Seconds from `at`, or a little before, until now, and what was counted in them."""
+        """Seconds since `at`, or a little earlier, and the counts of that period."""
         began, before = reading_at(list(self._readings), at, counts)
         return max(now - began, 1e-3), [after - was for after, was in zip(counts, before, strict=True)]
 
     def _history(self, now: float, counts: Sequence[Any]) -> list[float]:
-        """Tokens a second in each of the last seconds, the newest last."""
+        """Tokens/s in each of the last HISTORY_S seconds, the newest last."""
         points = [(at, reading[GENERATED]) for at, reading in self._readings.copy()]
         points.append((max(now, points[-1][0]), counts[GENERATED]))
         line: list[tuple[float, float]] = points[:1]

@@ -1,11 +1,11 @@
-"""A line for every request that ended: in a file that `outrider replay` reads, and in Python's logging.
+"""The request log: a line for every request that ended, in a file for `outrider replay` and in Python's logging.
 
 The file has Outrider's trace format, `{t, session, body, expected_output_tokens, meta}`, t in seconds since 1970.
-Without consent to log prompts it holds no text: each is replaced by its length and a hash whose key is never stored,
-so equal texts stay equal within a run, and a replay sends other words of the same length.
+Without consent to log prompts it has no text: each text is replaced by its length and a keyed hash.  The key is never
+stored, so equal texts stay equal within a run, and a replay sends other words of the same length.
 
-A thread writes, so neither the engine nor a client ever waits for the disk.  Where the disk is full or the folder is
-gone, the file is switched off with one warning, ends with its last whole line, and serving goes on.
+A thread writes, so neither the engine nor a client ever waits for the disk.  If the disk is full or the folder is gone,
+a warning is logged, the file ends with its last whole line, and serving continues.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from outrider.serve.calls import Call
 log = logging.getLogger("outrider.serve")
 
 MOST_WAITING = 10_000
-"""Requests that may wait for the disk; more are not logged."""
+"""Requests that may wait for the disk; beyond it, requests are not logged."""
 BATCH = 256
 SETTINGS = {
     "model", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "top_logprobs", "ignore_eos", "stream",
     "speculative",
 }  # fmt: skip
-"""What is logged of a body without consent, where it is a number or true or false; the model's name too."""
+"""Fields of a body that are logged without consent if they are numbers or booleans, and the model's name."""
 SECRETS = {"api_key", "apikey", "api-key", "authorization", "headers", "extra_headers", "extra_query"}
 """Never logged."""
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
@@ -48,22 +48,22 @@ class Ended(NamedTuple):
 
     id: str
     body: Mapping[str, Any]
-    """As it was sent: `messages` or `prompt`, and settings."""
+    """As sent: `messages` or `prompt`, and settings."""
     calls: Sequence[Call]
-    """One for each of its answers."""
+    """One per answer."""
     reasons: Sequence[str]
     """Why each answer ended."""
     answers: Sequence[str] = ()
-    """The texts; logged with consent only."""
+    """The texts, which are logged only with consent."""
 
 
 class RequestLog:
     """Logs requests until `stop`.
 
-    path: of the file; None writes only to the logger `outrider.serve`, which gets one line of JSON a request, without
-    text.  ConfigError where it can't be written.
-    log_prompts: the file gets prompts and answers.
-    largest_bytes: a file that would grow beyond is renamed PATH.1, and what was PATH.1 is PATH.2; `files` are kept.
+    path: of the file; None writes only to the logger `outrider.serve`, which gets one line of JSON per request, without
+    text.  Raises ConfigError if it can't be written.
+    log_prompts: write prompts and answers to the file.
+    largest_bytes: a file that would become larger is renamed to PATH.1, PATH.1 to PATH.2 and so on; `files` are kept.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RequestLog:
         if largest_bytes < 1 or files < 1:
             raise ConfigError(f"largest_bytes and files must be at least 1, got {largest_bytes} and {files}")
         self.is_off = path is None
-        """Nothing is written to the file any more."""
+        """The file is no longer written."""
         self.path, self.log_prompts, self.largest_bytes, self.files = path, log_prompts, largest_bytes, files
         self._key = secrets.token_bytes(32)
         self._file = -1
@@ -96,10 +96,10 @@ class RequestLog:
             return
         self._lost += 1
         if self._lost == 1:
-            log.warning("the disk is too slow: more than %d requests wait to be logged, others are not", MOST_WAITING)
+            log.warning("the disk is too slow: %d requests wait to be logged; further ones are dropped", MOST_WAITING)
 
     def stop(self) -> None:
-        """Write what waits, and return once it is on the disk."""
+        """Write all pending lines, and return once they are on the disk."""
         self._ended.put(None)
         self._thread.join()
 
@@ -130,7 +130,7 @@ class RequestLog:
         self._close()
 
     def _line(self, ended: Ended) -> str:
-        """The file's line; also tells the logger."""
+        """The file's line; also writes to the logger."""
         try:
             figures = figures_of(ended.calls, ended.reasons)
             if log.isEnabledFor(logging.INFO):
@@ -138,7 +138,7 @@ class RequestLog:
             if self.is_off:
                 return ""
             return json.dumps(row_of(ended, figures, None if self.log_prompts else self._key), default=str) + "\n"
-        except Exception as error:  # one strange body must not end the log of all others
+        except Exception as error:  # one odd body must not stop the log
             log.warning("request %s is not logged: %s: %s", ended.id, type(error).__name__, error)
             return ""
 
@@ -146,7 +146,7 @@ class RequestLog:
         assert self.path is not None
         size = 0
         try:
-            if not self._is_in_place(self.path):  # moved by a tool that rotates logs, or removed
+            if not self._is_in_place(self.path):  # moved by a log rotation tool, or removed
                 self._close()
                 self._open(self.path)
             size = os.fstat(self._file).st_size
@@ -161,7 +161,7 @@ class RequestLog:
             self.is_off = True
             self._close()
             log.warning(
-                "can't write to %s: %s; requests are served, and no longer logged there until a restart",
+                "can't write to %s: %s; requests are served, but not logged there until a restart",
                 self.path, error.strerror,
             )  # fmt: skip
 
@@ -182,7 +182,7 @@ class RequestLog:
     def _open(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":  # the end of a machine that lost its power
+        if size and os.pread(self._file, 1, size - 1) != b"\n":  # the last line was cut off by a crash
             self._rotate(path)
 
     def _close(self) -> None:
@@ -195,12 +195,12 @@ def _numbered(path: Path, number: int) -> Path:
     return path.with_name(f"{path.name}.{number}") if number else path
 
 
-# ── what a line holds ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a line ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def figures_of(calls: Sequence[Call], reasons: Sequence[str]) -> dict[str, Any]:
-    """Counts and seconds of a request's answers together; None for what did not happen."""
-    # a call whose client has gone may end a step later
+    """Total counts and times of a request's answers; None for events that did not happen."""
+    # a call whose client has disconnected may end a step later
     arrived, finished = min(call.arrived for call in calls), max(call.finished or time.monotonic() for call in calls)
     admitted = [call.admitted for call in calls if call.admitted]
     first = [call.first for call in calls if call.first]
@@ -217,7 +217,7 @@ def figures_of(calls: Sequence[Call], reasons: Sequence[str]) -> dict[str, Any]:
 
 
 def row_of(ended: Ended, figures: Mapping[str, Any], key: bytes | None) -> dict[str, Any]:
-    """A row of Outrider's trace format.  key: of the hashes that replace texts; None keeps the texts."""
+    """A row in Outrider's trace format.  key: of the hashes that replace texts; None keeps the texts."""
     arrived = min(call.arrived for call in ended.calls)
     answer = {"answer": ended.answers[0]} if key is None and ended.answers else {}
     return {
@@ -233,7 +233,7 @@ def _shown(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hidden(body: Mapping[str, Any], key: bytes) -> dict[str, Any]:
-    """Settings, and hashes with lengths for texts."""
+    """The body's settings, with hashes and lengths in place of texts."""
     shown = {
         name: value
         for name, value in body.items()
@@ -252,7 +252,7 @@ def _hidden_message(message: Mapping[str, Any], key: bytes) -> dict[str, Any]:
 
 
 def _hash_of(value: Any, key: bytes) -> dict[str, Any]:
-    """Replaces a text, or a value in JSON; replay writes other words of that length for it."""
+    """Replaces a text, or a JSON value; a replay sends other words of this length."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     digest = hmac.new(key, text.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()[:16]
     return {"hidden": digest, "characters": len(text)}
