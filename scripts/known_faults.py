@@ -413,7 +413,7 @@ FAULTS = [
     ),
     fault(
         "a package reads the embedding where the output layer has become another weight",
-        ("Compiled.renew", '        self._key = ""  # weights that were one may be two\n', ""),
+        ("Compiled.renew", '        self._key = ""  # tied weights may be separate now\n', ""),
     ),
     fault(
         "layers that were replaced after loading are read as they were, and text is silently wrong",
@@ -1175,7 +1175,7 @@ FAULTS = [
     ),
     fault(
         "a replay with --speed 2 takes twice as long instead of half",
-        ("dues", "(call.at_s or 0.0) / plan.speed", "(call.at_s or 0.0) * plan.speed"),
+        ("schedule", "(call.at_s or 0.0) / plan.speed", "(call.at_s or 0.0) * plan.speed"),
     ),
     fault(
         "a redacted log contains session names in plain text",

@@ -1,8 +1,8 @@
-"""One function, compiled ahead of time for this CPU and stored on disk, so that later processes only load it.
+"""Functions compiled ahead of time for this CPU and stored on disk, so that later processes only load them.
 
-torch.export traces the function with sizes left open, inductor compiles it with the weights frozen in the order in
-which its kernels read them, and the package is loaded in a fraction of a second.  Nothing is compiled again for
-another size.  Without a C++ compiler there is no fast path, and nothing else is lost.
+torch.export traces a function with dynamic sizes, inductor compiles it with the weights frozen in the order in which
+its kernels read them, and the package is loaded in a fraction of a second.  Nothing is compiled again for another size.
+Without a C++ compiler there is no fast path, but everything else works.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from outrider.storage import trusted
 log = logging.getLogger(__name__)
 
 AWAIT_S = 2.0
-"""Between two looks for a graph that another process builds."""
+"""Seconds between checks for a graph that another process builds."""
 
 
 class Graph:
-    """A package, called by `forward` as a module is, so that hooks on modules work."""
+    """A package, called by `forward` like a module."""
 
     def __init__(self, path: Path, traced: nn.Module):
-        """traced: the module that was compiled, whose weights a package without a copy of them reads.
+        """traced: the compiled module; a package without weights uses this module's.
 
-        NotCompiled where the package can't be read.
+        Raises NotCompiled if the package can't be loaded.
         """
-        kernels.library()  # which it may call
+        kernels.library()  # the package may call these kernels
         try:
             self.package = Package(trusted.executable(path))
             self.weights = self._weights(traced)
             if self.weights:
                 self.package.give(self.weights)
-        except Exception as error:  # native code of another program: whatever it raises, the plain path goes on
+        except Exception as error:  # native code may raise anything, and the plain path always works
             raise NotCompiled(
                 f"{path} can't be loaded ({first_line(error)[:300]}); delete it and compile again"
             ) from error
 
     def _weights(self, traced: nn.Module) -> dict[str, Tensor]:
-        """Weights for the package: the module's, and panels as they are in memory."""
+        """Weights for the package: the module's, and the panels in memory."""
         if self.package.has_weights:
             return {}
         constants, layers, weights = weights_of(traced) | self.package.constants, prepacked.in_panels(traced), {}
@@ -72,32 +72,32 @@ class Graph:
         return weights
 
     def padded(self, width: int) -> int:
-        """Tokens a row that a pass of `width` tokens writes."""
+        """Tokens per row that a pass of `width` tokens writes."""
         return width
 
     def forward(self, *args: Tensor | list[Tensor]) -> list[Tensor]:
-        """Arguments and results in the order of the traced function's, lists flattened."""
+        """Arguments and results in the order of the traced function's, with lists flattened."""
         return self.package.run(flat(args))
 
 
 def compile_passes(drafter: Drafter, unasked: bool = False) -> float:
-    """Have a drafter's own passes compiled; returns the seconds it took.  NotCompiled says why not.
+    """Compile a drafter's own passes; returns the seconds it took.  Raises NotCompiled with the reason if it can't.
 
-    unasked: only those of which nothing is known against it.
+    unasked: skip those with a package and those that are known to fail.
     """
     return sum(step.get(build=True) for step in drafter.steps if not unasked or step.is_possible)
 
 
 class Runnable(Protocol):
-    """Replaces a traced function: a package, or passes captured on a GPU."""
+    """Runs a traced function: a package, or passes captured on a GPU."""
 
     def padded(self, width: int) -> int: ...
     def forward(self, *args: Any) -> list[Tensor]: ...
 
 
 class Compiled:
-    """The graph of one model's step.  It is traced with several slots and tokens, and serves any number of both, 1
-    too."""
+    """The graph of one model's step.  It is traced with several slots and tokens, and serves any number of both,
+    including 1."""
 
     name = "step"
     traced: Any
@@ -105,36 +105,36 @@ class Compiled:
 
     def __init__(self) -> None:
         self.graph: Any = None
-        """A `Runnable`; None where there is none."""
+        """A `Runnable`; None if there is none."""
         self.path: Path | None = None
-        """The package that `graph` was taken from."""
+        """The package of `graph`."""
         self._key = ""
         self._weights: list[Tensor] = []
         self._version = -1
         self._awaited_at: float | None = None
-        """When to look next for a graph that another process builds; None where none does."""
+        """When to check next for a graph that another process builds; None if none does."""
         self._checked_for: Callable[[], Any] = lambda: None
         self._is_sound = False
 
     def get(self, build: bool) -> float:
-        """Take the graph from disk, or compile it; returns the seconds that compiling took.
+        """Load the graph from disk, or compile it; returns the seconds that compiling took.
 
-        NotCompiled says why there is none: this model can't be compiled, the graph is not on disk, or its
-        logits differ from the plain path's.
+        Raises NotCompiled with the reason: this model can't be compiled, the graph is not on disk, or its logits differ
+        from the plain path's.
         """
         if self.graph is not None and not self._is_stale():
             return 0.0
         model = self._plain_model()
         if self._is_stale():
             self.graph, self._key = None, ""  # so that `compare` compares with the plain path
-            # inference tensors count no changes
+            # inference tensors have no version counter
             self._weights = [weight for weight in model.parameters() if not weight.is_inference()]
             self._version = _version(self._weights)
             if prepacked.way_of(model) == "panels":
                 prepacked.pack(model)  # layers whose weights changed
         if not _is_on_cpu(model):
             if not build:
-                raise NotCompiled(f"there is no compiled {self.name}: on a GPU it is made where the target is loaded")
+                raise NotCompiled(f"there is no {self.name} graph: on a GPU it is captured when the target is loaded")
             self._take(self.cuda_graphs())
             return 0.0
         if prepacked.way_of(model) != "panels":
@@ -146,25 +146,25 @@ class Compiled:
             self._take_package(path)
             return seconds
         with shelf.building(self._path(holds_weights=False)):
-            path = self._on_disk()  # where another process has built it meanwhile
+            path = self._on_disk()  # another process may have built it meanwhile
             if path is None:
                 path, seconds = self._build()
             self._take_package(path)
         return seconds
 
     def _plain_model(self) -> nn.Module:
-        """As `model`.  NotCompiled for quantised weights too."""
+        """As `model`.  Raises NotCompiled for quantised weights too."""
         model = self.model()
         if any(map(is_traceable_wrapper_subclass, model.parameters())):
             raise NotCompiled(
                 "its weights are quantised, and a compiled package would store them unquantised; its steps stay plain"
             )
         if not quantized.is_fast() and any(isinstance(part, QuantizedLinear) for part in model.modules()):
-            raise NotCompiled("there is no kernel here for the blocks of its GGUF file; its steps stay plain")
+            raise NotCompiled("this machine has no kernel for the blocks of its GGUF file; its steps stay plain")
         return model
 
     def _take_package(self, path: Path) -> None:
-        """Use this package.  NotCompiled where it is wrong, or slower than the plain path."""
+        """Use this package.  Raises NotCompiled if it is wrong, or slower than the plain path."""
         graph = Graph(path, self.traced)
         if not shelf.was_checked(path):
             if difference := self.compare(graph):
@@ -176,14 +176,14 @@ class Compiled:
         self.graph, self.path = graph, path
 
     def _take(self, graph: Runnable) -> None:
-        """Use what was captured.  NotCompiled where it is wrong."""
+        """Use a captured graph.  Raises NotCompiled if it is wrong."""
         if difference := self.compare(graph):
             raise NotCompiled(f"captured logits differ from plain ones by {difference}; its steps stay plain")
         self.graph = graph
 
     @property
     def is_possible(self) -> bool:
-        """Whether there is no package yet, steps may be compiled unasked, and nothing is known against it."""
+        """Whether compiling may succeed: it is enabled, there is no package yet, and it has not failed before."""
         try:
             is_on_cpu = _is_on_cpu(self._plain_model())
         except NotCompiled:
@@ -192,15 +192,15 @@ class Compiled:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether there is a package of this model, used or not; for models whose steps can be traced."""
+        """Whether there is a package of this model, in use or not; for models whose steps can be traced."""
         return self._on_disk() is not None
 
     def await_graph(self) -> None:
-        """From now on, take the graph as soon as another process has built it."""
+        """From now on, load the graph as soon as another process has built it."""
         self._awaited_at = time.monotonic()
 
     def _take_awaited(self) -> None:
-        """Look for the awaited graph, a few times a minute."""
+        """Check for the awaited graph, at most every `AWAIT_S`."""
         if self._awaited_at is None or time.monotonic() < self._awaited_at:
             return
         self._awaited_at = time.monotonic() + AWAIT_S
@@ -209,12 +209,12 @@ class Compiled:
         self._awaited_at = None
         try:
             self.get(build=False)
-            log.info("steps are compiled from here on")
+            log.info("steps are compiled from now on")
         except NotCompiled as reason:
             log.info("steps stay plain: %s", reason)
 
     def _on_disk(self) -> Path | None:
-        """The package of this model, without weights or with these; None where there is none."""
+        """The package of this model, without weights or with these; None if there is none."""
         path = self._path(holds_weights=False)
         if not path.exists() and any(folder().glob(f"{path.stem}-*.pt2")):
             path = self._path(holds_weights=True)
@@ -226,7 +226,7 @@ class Compiled:
         return folder() / f"{name}-{values_of(self.model())}.pt2" if holds_weights else folder() / f"{name}.pt2"
 
     def _pays(self, graph: Runnable) -> bool:
-        """Whether the graph is as fast as the plain path; timed once per machine."""
+        """Whether the graph is at least as fast as the plain path; timed once per machine."""
 
         def ways() -> dict[str, Callable[[], object]]:
             trials, runs = self.trials(), {"compiled": graph.forward, "plain": self.plain()}
@@ -243,7 +243,7 @@ class Compiled:
         return f"{self.name}, {types}, {size} bits of bytes"
 
     def _build(self) -> tuple[Path, float]:
-        """Compile in the fastest way; the first time on a machine all ways are compiled and timed."""
+        """Compile in the fastest way; the first time on a machine, all ways are compiled and timed."""
         log.warning("compiling a %s: one to two minutes, once on this machine", self.name)
         traced, arguments, dims = self.example()
         possible = builds(traced)
@@ -278,11 +278,11 @@ class Compiled:
         return path, seconds
 
     def trials(self) -> list[tuple[Any, ...]]:
-        """Arguments of the passes by which ways of compiling are compared."""
+        """Arguments of the passes on which ways of compiling are timed."""
         return [self.example()[1]]
 
     def plain(self) -> Callable[..., Any]:
-        """The traced function as it is."""
+        """The traced function, not compiled."""
         return self.example()[0]
 
     def cuda_graphs(self) -> Runnable:
@@ -290,14 +290,14 @@ class Compiled:
         raise NotCompiled("this step is compiled only on a CPU; on another device it stays plain")
 
     def fits(self, cache: Any, rows: Sequence[int], width: int) -> bool:
-        """Whether there is a graph for a pass of `width` tokens over these slots of a SlotCache; they are then
+        """Whether there is a graph for a pass of `width` tokens over these slots of a SlotCache.  If so, makes them
         contiguous."""
         if self._awaited_at is not None:
             self._take_awaited()
         if self.graph is None or not cache.layers:
             return False
         if self._checked_for() is not cache:
-            # once per cache, so once per batch of requests
+            # checked once per cache, so once per batch of requests
             self._checked_for, self._is_sound = weakref.ref(cache), not self._is_stale()
         width = self.graph.padded(width)
         end = max(cache.lengths[row] for row in rows) + width
@@ -308,13 +308,13 @@ class Compiled:
         return True
 
     def _is_stale(self) -> bool:
-        """Whether a weight changed after the graph, which holds the old values, was taken."""
+        """Whether a weight changed since the graph, which has the old values, was loaded."""
         return _version(self._weights) != self._version
 
     def renew(self) -> None:
-        """Take the graph anew, since weights changed; where none is on disk, steps are plain from here on."""
+        """Load the graph again, since weights changed; if none is on disk, steps are plain from now on."""
         had, self.graph = self.graph is not None, None
-        self._key = ""  # weights that were one may be two
+        self._key = ""  # tied weights may be separate now
         self._checked_for = lambda: None
         if had:
             self._version = -1
@@ -322,14 +322,14 @@ class Compiled:
                 self.get(build=False)
 
     def look(self) -> None:
-        """Take the graph from disk, where there is one."""
+        """Load the graph from disk, if there is one."""
         if not any(folder().glob(f"{self.name}-*.pt2")):
             return
         with contextlib.suppress(NotCompiled):
             self.get(build=False)
 
     def model(self) -> nn.Module:
-        """The module that holds the weights.  NotCompiled where its steps can't be traced."""
+        """The module with the weights.  Raises NotCompiled if its steps can't be traced."""
         raise NotImplementedError
 
     def settings(self) -> Sequence[object]:
@@ -337,13 +337,12 @@ class Compiled:
         raise NotImplementedError
 
     def example(self) -> tuple[nn.Module, tuple[Any, ...], Any]:
-        """(module to trace, arguments, which of their sizes stay open); an open size is at least 2 in the arguments."""
+        """(module to trace, arguments, their dynamic sizes); a dynamic size is at least 2 in the arguments."""
         raise NotImplementedError
 
     def compare(self, graph: Runnable) -> str:
-        """By how much logits differ from the plain path's where that is more than rounding explains, else "".
-
-        Tries sizes of 1."""
+        """How much logits differ from the plain path's, if rounding does not explain it; else "".  Tests sizes of 1
+        too."""
         raise NotImplementedError
 
 
@@ -362,7 +361,7 @@ def flat(arguments: Sequence[Tensor | list[Tensor]]) -> list[Tensor]:
 
 
 def dense(tensor: Tensor, *shape: int) -> Tensor:
-    """Expanded to this shape, and contiguous: a package assumes the strides that it was made with."""
+    """Expanded to this shape, and contiguous: a package assumes the strides that it was compiled with."""
     return tensor.expand(*shape).contiguous()
 
 
@@ -371,7 +370,7 @@ def _is_on_cpu(model: nn.Module) -> bool:
 
 
 def _version(weights: Sequence[Tensor]) -> int:
-    """Grows with every write to one of them."""
+    """Increases with every write to one of them."""
     return sum(map(_changes, weights))
 
 

@@ -1,4 +1,4 @@
-"""A block drafter's pass as one graph, from taps to tokens and confidences, for greedy and for sampled requests.
+"""A block drafter's pass as one graph, from taps to tokens and confidences, for greedy and sampled requests.
 
 R rows of a pass, C new taps, T taps, K slots of a block, N nodes, V vocabulary, H hidden size.
 """
@@ -34,25 +34,23 @@ from outrider.targets.protocol import members_of
 
 
 def noise_keys(streams: Streams, depths: int) -> Tensor:
-    """Keys with which `race` draws drafts as `Streams.draw` does at depths 0 to `depths` - 1: [B, depths] int64."""
+    """Keys [B, depths] int64 with which `race` draws what `Streams.draw` draws at depths 0 to `depths` - 1."""
     seeded = None if streams.seeded is None else streams.seeded[:, None]
     wide = Streams(streams.seeds[:, None], streams.index[:, None], seeded)
     return wide.key(torch.arange(depths, device=streams.seeds.device), Purpose.DRAFT)
 
 
 def real(new: int, counts: Tensor, width: int) -> Tensor:
-    """Mask of a block of `width` slots over `new` taps, of which counts[b] are real, and itself: [B, width, all]
-    bool."""
+    """Mask [B, width, all] bool of a block of `width` slots over itself and `new` taps, of which counts[b] are real."""
     columns = torch.arange(new + width, device=counts.device)
     return ((columns < counts[:, None]) | (columns >= new))[:, None].expand(-1, width, -1)
 
 
 def seen(layout: PassLayout, new: int, counts: Tensor, width: int, window: int | None) -> Tensor:
-    """What a block's slots attend to of all columns, [R, width, end] bool: those before the pass, and `real` ones of
-    it.
+    """The columns that a block's slots attend to, [R, width, end] bool: those before the pass, and `real` ones of it.
 
-    window: positions back from each slot, its own included, at least `width`; None for all.  A block's own columns are
-    never before their positions, so the window does not reach into them.
+    window: number of positions back from each slot, its own included, at least `width`; None for all.  A block's own
+    columns are never before their positions, so the window does not cut them off.
     """
     mask = layout.mask(real(new, counts, width))
     if window is None:
@@ -65,7 +63,7 @@ class CompiledBlock(Compiled):
     """Blocks as one graph: taps in, tokens and confidences out.  New taps are padded to at least one."""
 
     def __init__(self, traced: Greedy | Drawn, code: Sequence[ModuleType]):
-        """code: modules with the model's code, besides this one."""
+        """code: other modules with the model's code."""
         super().__init__()
         self.traced, self.name, self.code = traced, traced.name, code
         self.backbone: Any = traced.draft.backbone
@@ -73,8 +71,8 @@ class CompiledBlock(Compiled):
     def run(
         self, taps: Tensor, state: DecodeState, counts: Sequence[int], cache: SlotCache
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """A block a slot after taps [R, C, T, H] of which counts[b] are real, in a pass of `cache` that is open
-        afterwards.
+        """One block per slot after taps [R, C, T, H], of which counts[b] are real, in a pass of `cache` that stays
+        open.
 
         Returns nodes [R, N], the distributions that they were drawn from [R, N, V] or None, and confidences [R, K].
         """
@@ -109,7 +107,7 @@ class CompiledBlock(Compiled):
         return self._allowance().exceeded(loss)
 
     def _allowance(self) -> Tolerance:
-        """What the number type loses on these passes; where that can't be measured, 64 units of rounding."""
+        """The loss of the dtype on these passes; if that can't be measured, 64 rounding units."""
         dtype: torch.dtype = self.backbone.fc.weight.dtype
         exact = self.exact()
         with prepacked.disabled():
@@ -122,8 +120,8 @@ class CompiledBlock(Compiled):
         return Tolerance(most, most)
 
     def exact(self) -> list[tuple[Tensor, Tensor]] | None:
-        """`predicted` of the same weights in float64, or in float32 where these are float64; None where the target
-        can't be copied."""
+        """`predicted` with the same weights in float64, or in float32 if these are float64; None if the target can't be
+        copied."""
         target, other = self.backbone.target, compared_with(self.backbone.fc.weight.dtype)
         exact = converted(target, other) if isinstance(target, TransformersTarget) else None
         if exact is None:
@@ -138,7 +136,7 @@ class CompiledBlock(Compiled):
         return [(nodes[:, self.traced.chain], values) for nodes, values, *_ in results]
 
     def _pass(self, rows: int, new: int, before: int = 100) -> tuple[Any, ...]:
-        """Arguments of a pass of so many rows and new taps, after some context."""
+        """Arguments of a pass with this many rows and new taps, after some context."""
         spec, noise = self.backbone.target.spec, torch.Generator().manual_seed(5)
         dtype, width = self.backbone.fc.weight.dtype, new + self.backbone.width
         cache = SlotCache(rows, before + 2 * width)
@@ -153,7 +151,7 @@ class CompiledBlock(Compiled):
         return taps[:, before:], anchors, counts, cache, self.traced.example(rows)
 
     def _taps(self, rows: int, count: int) -> Tensor:
-        """The target's states [R, count, T, H] over real text: those of a real model are no noise."""
+        """The target's states [R, count, T, H] over real text, which noise would not resemble."""
         taps: Tensor = self.backbone.target.read(texts(self.backbone.target, rows, count), self.backbone.taps)[1]
         return taps
 
@@ -168,14 +166,14 @@ class CompiledBlock(Compiled):
 def alike(
     one: Sequence[tuple[Tensor, Tensor]], other: Sequence[tuple[Tensor, Tensor]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """What two ways predict, where their tokens before are equal: after a tie that went otherwise all may differ."""
+    """What two ways predict, as long as the tokens before are equal: after a tie all may differ."""
     for (nodes, values), (others, other_values) in zip(one, other, strict=True):
         same = nn.functional.pad((nodes == others).long().cumprod(-1), (1, 0), value=1)[:, :-1, None]
         yield values * same, other_values * same
 
 
 class _Traced(nn.Module):
-    """What is compiled; the target's embedding and head are part of it."""
+    """The compiled module, including the target's embedding and head."""
 
     draft: Any
 
@@ -183,14 +181,14 @@ class _Traced(nn.Module):
         super().__init__()
         self.draft = model
         target: Any = self.draft.backbone.target
-        target = next(iter(members_of(target)), target)  # of several it borrows the first one's
+        target = next(iter(members_of(target)), target)  # of an ensemble, the first one's are used
         whole: Any = getattr(target, "model", None)
         borrowed = [] if whole is None else [whole.get_input_embeddings()]
         if self.draft.reduced is not None:
             borrowed.append(self.draft.reduced.head(self.draft.dtype))
         elif whole is not None:
             borrowed.append(whole.get_output_embeddings())
-        # else their weights would not be in its key, nor frozen as the others are
+        # so that their weights are part of the key and frozen
         self.ends = nn.ModuleList(borrowed)
 
     def block(
@@ -233,11 +231,11 @@ class Greedy(_Traced):
 
 
 class Drawn(_Traced):
-    """Blocks drawn at a temperature: tokens, the distributions they were drawn from, and confidences."""
+    """Blocks drawn at a temperature: tokens, their distributions, and confidences."""
 
     name, draws = "block-drawn", True
     tokens: Tensor
-    """[D], those that can be drafted."""
+    """[D], the tokens that can be drafted."""
 
     def __init__(self, model: nn.Module):
         super().__init__(model)
@@ -247,8 +245,7 @@ class Drawn(_Traced):
         self.register_buffer("tokens", drafted, persistent=False)
 
     def noise(self, state: DecodeState) -> list[Tensor]:
-        """Temperatures [R], and keys of the noise [R, K]: computing them inside the graph would take minutes to
-        compile."""
+        """Temperatures [R], and keys of the noise [R, K], which would take minutes to compile inside the graph."""
         assert state.judge.temperature is not None
         return [state.judge.temperature.to(state.device), noise_keys(state.streams, len(self.chain))]
 

@@ -1,4 +1,4 @@
-"""Which runner takes steps: whole ones, where they were seen to write what plain steps write, tried on a few words."""
+"""Selects the runner of a batch: whole steps, if a test on a few prompts shows that they write what plain ones do."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from outrider.targets.hf.proof.selftest import plain_words
 log = logging.getLogger(__name__)
 
 PROMPTS, NEW = (3, 9, 5), 16
-"""Tokens of the prompts that are tried, and of each answer; two slots serve them."""
+"""Tokens of the test's prompts and of each answer; two slots serve them."""
 
 _differences: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], str]] = weakref.WeakKeyDictionary()
-"""By drafter, or by target where nothing is drafted."""
+"""Results of `wrong`, by drafter, or by target if nothing is drafted."""
 
 
 Use = Literal["none", "known", "built"]
-"""Of whole steps: none; those of a GPU and of packages that are on disk; and packages are built where they are not."""
+"""Which whole steps are used: none; those of a GPU and of packages on disk; or these, and missing packages built."""
 _use: ContextVar[Use] = ContextVar("use", default="known")
 
 
 @contextmanager
 def using(use: Use) -> Iterator[None]:
-    """Which whole steps batches that begin in this thread may have."""
+    """Within this context, which whole steps batches of this thread may use."""
     token = _use.set(use)
     try:
         yield
@@ -53,18 +53,18 @@ def using(use: Use) -> Iterator[None]:
 
 
 class Runner(NamedTuple):
-    """What takes a batch's steps."""
+    """The runner of a batch's steps."""
 
     whole: WholeSteps | None
-    """Those that requests allow; None: all steps are of several calls."""
+    """For the steps that requests allow; None if all steps are of several calls."""
     words: str
     """Which it is, and why."""
 
 
 def runner_of(target: Any, drafter: Drafter, state: DecodeState, length: int) -> Runner:
-    """What takes the steps of a batch of texts of at most `length` tokens: whole steps by the runner of the last call,
-    where it serves this one too, or by a new one; or none."""
-    before = vars(drafter if drafter.limit else target).pop("whole", None)  # one of two threads gets it
+    """The runner for a batch of texts of at most `length` tokens: that of the last batch if it fits, a new one, or
+    none."""
+    before = vars(drafter if drafter.limit else target).pop("whole", None)  # if two threads do this, one gets it
     try:
         _refuse(target)
         slots, ends = len(state.tokens), state.ends
@@ -87,7 +87,7 @@ WHOLE = "whole, one call each, where requests and policy allow it"
 
 
 def _refuse(target: Any) -> None:
-    """Raises NoStatic where steps can't be whole, whatever the drafter."""
+    """Raises NoStatic if steps can't be whole, whatever the drafter."""
     use = _use.get()
     if use == "none":
         raise NoStatic("others are switched off")
@@ -103,9 +103,9 @@ def is_on_disk() -> bool:
 
 
 def build_whole(target: Any, drafter: Drafter, sampling: Sampling) -> float:
-    """Have the package of whole steps of such requests built; returns the seconds it took, 0 where it was there.
+    """Build the package of whole steps for requests with this sampling; returns the seconds it took, 0 if it existed.
 
-    Raises NotCompiled where there can be none.
+    Raises NotCompiled if it can't be built.
     """
     began = time.perf_counter()
     try:
@@ -118,13 +118,13 @@ def build_whole(target: Any, drafter: Drafter, sampling: Sampling) -> float:
 
 
 LOADING_S = 10.0
-"""A package that is there is loaded in less."""
+"""Loading an existing package takes less."""
 
 
 def wrong(target: Any, drafter: Drafter) -> str:
-    """What captured steps of these two do otherwise than plain ones, in words; "" for nothing.  Tried once.
+    """How captured steps of these two differ from plain ones; "" if they don't.  Tested once.
 
-    Raises NoStatic where there can be none.
+    Raises NoStatic if there can be none.
     """
     key: Any = drafter if drafter.limit else target
     target_ref, difference = _differences.get(key, (lambda: None, ""))
@@ -139,7 +139,7 @@ def _tried(target: Any, drafter: Drafter) -> str:
     plain = ways["several calls"]()
     try:
         whole = ways["whole"]()
-    except RuntimeError as error:  # an operation that no graph takes
+    except RuntimeError as error:  # an operation that can't be captured
         return first_line(error)[:300]
     for request, expected, written in zip(requests, plain, whole, strict=True):
         both = enumerate(itertools.zip_longest(expected, written))
@@ -156,14 +156,14 @@ def _pays(target: Any, drafter: Drafter) -> bool:
 
 
 def _requests(target: Any) -> list[Request]:
-    """What is tried."""
+    """The test's requests."""
     words = plain_words(target, len(PROMPTS), max(PROMPTS))
     prompts = [text[:count] for text, count in zip(words, PROMPTS, strict=True)]
     return [Request(prompt, NEW, Sampling()) for prompt in prompts]
 
 
 def _ways(target: Any, drafter: Drafter) -> dict[str, Callable[[], list[list[int]]]]:
-    """Both runners over what is tried: what they write."""
+    """What both runners write for the test's requests."""
     policy, kernels, builds = named.policy("fixed", drafter), acceptance_kernels(target.device), _use.get() == "built"
     whole = WholeSteps(target, drafter, 2, max(PROMPTS) + NEW, frozenset(), kernels, builds=builds)
 
@@ -185,7 +185,7 @@ def _batch(target: Any) -> DecodeState:
 
 @torch.inference_mode()
 def is_tie(target: Any, text: list[int], one: int, other: int) -> bool:
-    """Whether rounding decides between two tokens after a text."""
+    """Whether two tokens after a text are equally likely up to rounding."""
     tokens = torch.tensor([text], device=target.device)
     logits = target.prefill(target.allocate(1, len(text) + 1), [0], tokens, [len(text)], ()).logits[0, -1].double()
     return float(abs(logits[one] - logits[other])) <= target.selftest.allowed

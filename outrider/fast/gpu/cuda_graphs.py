@@ -1,8 +1,8 @@
-"""A pass captured once for each of a few sizes and replayed: a CUDA graph saves the launches of hundreds of kernels.
+"""Passes captured for a few sizes and replayed: a CUDA graph saves the launches of hundreds of kernels.
 
-A pass is padded to the next size: tokens a row to a short list, columns to a multiple of `COLUMNS`.  No row that is
-read attends to padding.  A size is captured when it first comes; a replay reads its arguments where the capture read
-them, and writes keys and values into the same buffers.
+A pass is padded to the next size: tokens per row to one of a short list, columns to a multiple of `COLUMNS`.  No real
+row attends to padding.  A size is captured when it first occurs; a replay reads its arguments from the same memory, and
+writes keys and values into the same buffers.
 
 R rows of a pass, n tokens a row.
 """
@@ -22,30 +22,30 @@ from outrider.targets.cache.slots import COLUMNS
 from outrider.targets.hf import gpu_attention
 
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-"""Tokens a row that are captured; above them multiples of the last."""
+"""Captured numbers of tokens per row; beyond them, multiples of the last."""
 
 Outputs = Sequence[Tensor | list[Tensor]]
 Recorder = Callable[[Callable[[], Outputs]], tuple[Callable[[], object], Outputs]]
-"""From a function that reads fixed tensors to (what runs it again, the tensors that hold its results)."""
+"""From a function that reads fixed tensors to (a function that runs it again, the tensors with its results)."""
 
 
 _newest: Callable[[], torch.cuda.CUDAGraph | None] = lambda: None
-"""A weak reference to the graph that was captured last."""
+"""A weak reference to the graph captured last."""
 
 
 def cuda_graph(function: Callable[[], Outputs]) -> tuple[Callable[[], object], Outputs]:
-    """The recorder of a GPU.
+    """The recorder for GPUs.
 
-    Captures share memory: one runs at a time, and what one returned is not given to another.
+    Captures share memory: one runs at a time, and the results of one must not be passed to another.
     """
     global _newest
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    # shared memory lives as long as one graph of it; a number of memory that is gone must not be used again
+    # the shared pool lives as long as any of its graphs; the id of a freed pool must not be used again
     before, graph = _newest(), torch.cuda.CUDAGraph()
     with gpu_attention.sizes_are_few():
         with torch.cuda.stream(stream):
-            for _ in range(2):  # libraries choose their kernels in the first run, which can't be captured
+            for _ in range(2):  # libraries choose kernels in the first run, which can't be captured
                 function()
         torch.cuda.current_stream().wait_stream(stream)
         with torch.cuda.graph(graph, pool=None if before is None else before.pool()):
@@ -56,38 +56,37 @@ def cuda_graph(function: Callable[[], Outputs]) -> tuple[Callable[[], object], O
 
 _Layout = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 _Key = tuple[int, int, int, int, int]
-"""Rows, tokens a row, columns, taps, and the number of the buffers' layouts."""
+"""Rows, tokens per row, columns, taps, and the number of the buffers' layout."""
 
 MAX_CAPTURES = 48
-"""Captures that are stored; then all are dropped, since sizes that come again are captured in a fraction of a
-second."""
+"""Most stored captures; then all are dropped, since a size is captured again in a fraction of a second."""
 
 
 class _Capture(NamedTuple):
     arguments: tuple[Tensor, ...]
-    """Tokens, depths, tree_mask, starts and taps, where the replay reads them."""
+    """Tokens, depths, tree_mask, starts and taps, in the memory that the replay reads."""
     fixed: tuple[Tensor, ...]
-    """Columns and tokens asked for: the replay reads their memory too, and a graph does not hold on to it."""
+    """Columns and logit indices: the replay reads their memory too, and a graph does not keep it alive."""
     replay: Callable[[], object]
     outputs: list[Tensor]
 
 
 class CudaGraphs:
-    """Passes of one traced function, called by `forward` as a package is."""
+    """Passes of one traced function, called by `forward` like a package."""
 
     def __init__(self, traced: nn.Module, recorder: Recorder = cuda_graph):
-        """traced: of tokens, depths, tree_mask, starts, columns, taps, asked and buffers; it must not look at their
-        values."""
+        """traced: a function of tokens, depths, tree_mask, starts, columns, taps, logit_indices and buffers, without
+        control flow on their values."""
         self.traced, self.recorder = traced, recorder
         self.captures: dict[_Key, _Capture] = {}
         self._numbers: dict[tuple[_Layout, ...], int] = {}
-        """A number for the layouts of all buffers of a pass."""
+        """Number of each layout of all buffers of a pass."""
         self._ends: Callable[[], tuple[Tensor | None, Tensor | None]] = lambda: (None, None)
-        """First and last of the buffers that came last, as long as they are there; `_number` is theirs."""
+        """Weakly, the first and last buffer of the last pass, whose number is `_number`."""
         self._number = -1
 
     def padded(self, width: int) -> int:
-        """Tokens a row that a pass of `width` tokens writes."""
+        """Tokens per row that a pass of `width` tokens writes."""
         return next((size for size in WIDTHS if size >= width), -(-width // WIDTHS[-1]) * WIDTHS[-1])
 
     def forward(
@@ -105,13 +104,13 @@ class CudaGraphs:
                 self.captures.clear()
             self.captures[key] = self._recorded(arguments, end, buffers)
         capture = self.captures[key]
-        torch._foreach_copy_(capture.arguments, arguments)  # a launch for each type of number
+        torch._foreach_copy_(capture.arguments, arguments)  # one launch per dtype
         capture.replay()
-        # the next replay overwrites them, and drafters hold on to what they were given
+        # the next replay overwrites them, and drafters keep what they get
         return [output[:, :width].clone() for output in capture.outputs]
 
     def _number_of(self, buffers: Sequence[Tensor]) -> int:
-        """The number of their layouts; a step's are mostly those of the step before."""
+        """The number of their layout, which is mostly that of the step before."""
         first, last = self._ends()
         if first is not buffers[0] or last is not buffers[-1]:
             ends = weakref.ref(buffers[0]), weakref.ref(buffers[-1])
@@ -131,18 +130,17 @@ class CudaGraphs:
 
 
 def _layout(buffer: Tensor) -> _Layout:
-    """A buffer's address and shape.  An allocator may give a cache of another shape the same address."""
+    """A buffer's address and shape, since a cache of another shape may get the same address."""
     return buffer.data_ptr(), tuple(buffer.shape), buffer.stride(), buffer.dtype
 
 
 def _wide(tokens: Tensor, wide: int) -> Tensor:
-    """tokens [R, n] with zeros up to `wide` a row."""
+    """tokens [R, n], padded with zeros to `wide` per row."""
     return tokens if tokens.shape[1] == wide else pad(tokens, (0, wide - tokens.shape[1]))
 
 
 def _wide_mask(tree_mask: Tensor, wide: int) -> Tensor:
-    """tree_mask [R, n, n] for `wide` tokens a row: tokens that are added attend to themselves, no other attends to
-    them."""
+    """tree_mask [R, n, n] for `wide` tokens per row: added tokens attend to themselves, and no other token to them."""
     more = wide - tree_mask.shape[-1]
     if not more:
         return tree_mask

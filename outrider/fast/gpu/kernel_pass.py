@@ -1,8 +1,7 @@
-"""The pass of a step on a GPU, for decoders built as Llama, Mistral and Qwen are.
+"""The pass of a step on a GPU, by our kernels, for decoders with the architecture of Llama, Mistral and Qwen.
 
-They are recognised by the names and sizes of their weights; that the pass says what the model's own modules say is
-tested before it is used (`CompiledStep.cuda_graphs`).  Other models, other number types and prompts run as
-transformers writes them.
+They are recognised by the names and sizes of their weights, and compared with the model's own modules before they are
+used (`CompiledStep.cuda_graphs`).  Other models, other dtypes and prompts run in transformers' code.
 
 R rows of a pass, n tokens a row, M = R * n, K inner and N outer size of a product, T taps.
 """
@@ -26,7 +25,7 @@ from outrider.targets.hf import gpu_attention
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 MOST = 1024
-"""Rows of a pass; more are a prompt's."""
+"""Most rows of a pass; more are a prompt's."""
 TILES = {
     "project": Tiles(64, 256, 4, 4, 1), "out": Tiles(32, 512, 4, 4, 2), "gate": Tiles(128, 128, 8, 4, 2),
     "down": Tiles(32, 256, 4, 6, 0), "head": Tiles(128, 128, 8, 4, 2),
@@ -41,10 +40,10 @@ TYPES = (torch.bfloat16, torch.float32) if gpu.IS_INTERPRETED else (torch.bfloat
 
 
 class GpuPass(nn.Module):
-    """Replaces `TracedPass` in captured passes; logits are of every token, whatever is asked for."""
+    """Replaces `TracedPass` in captured passes; returns the logits of every token, whatever `logit_indices` are."""
 
     def __init__(self, target: Any, written: nn.Module):
-        """written: the pass as transformers writes it.  TypeError or AttributeError for another kind of model."""
+        """written: the pass in transformers' code.  Raises TypeError or AttributeError for another kind of model."""
         super().__init__()
         if not gpu.IS_INTERPRETED and torch.cuda.get_device_capability(target.device)[0] < gpu.CAPABILITY:
             raise TypeError(f"the kernels are for compute capability {gpu.CAPABILITY} and later")
@@ -53,7 +52,7 @@ class GpuPass(nn.Module):
         for layer in self.trunk.layers:
             more = {name for name, _ in layer.named_parameters()} - NORMS - PROJECTIONS - MLP
             if more not in (set(), HEAD_NORMS, BIASES) or type(layer.mlp.act_fn) not in (nn.SiLU, SiLUActivation):
-                raise TypeError(f"{type(layer).__name__} has other parts than the kernels know")
+                raise TypeError(f"{type(layer).__name__} has other parts than the kernels support")
         attention, config = self.trunk.layers[0].self_attn, target.model.config
         size, sides = attention.head_dim, [len(each.weight) for each in (attention.q_proj, attention.k_proj)]
         self.heads = Heads(sides[0] // size, sides[1] // size, size, hasattr(attention, "q_norm"))
@@ -61,10 +60,10 @@ class GpuPass(nn.Module):
         inner = config.hidden_size, config.intermediate_size, sides[0]
         is_odd = self.head.bias is not None or size not in (64, 128) or any(each % 64 for each in inner)
         if is_odd or len(self.head.weight) % 16 or any(target.family.limits.values()):
-            raise TypeError(f"{target.spec.name} has sizes or limits that the kernels do not take")
+            raise TypeError(f"{target.spec.name} has sizes or limits that the kernels do not support")
         for name, weight in target.model.named_parameters():
             if weight.dtype not in TYPES or weight.device != target.device or not weight.is_contiguous():
-                raise TypeError(f"the kernels do not take {name}, {weight.dtype} on {weight.device}")
+                raise TypeError(f"the kernels do not support {name}, {weight.dtype} on {weight.device}")
 
     def forward(
         self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, starts: Tensor, columns: Tensor, taps: Tensor,
@@ -96,7 +95,7 @@ class GpuPass(nn.Module):
         self, layer: Any, before: Tensor, after: Tensor, cos_sin: Sequence[Tensor], layout: PassLayout, attend: Attend,
         cache: Sequence[Tensor],
     ) -> None:  # fmt: skip
-        """Residual stream `before` [M, H] to `after`; keys and values go to this layer's cache."""
+        """From the residual stream `before` [M, H] to `after`; writes keys and values to this layer's cache."""
         attention, heads = layer.self_attn, self.heads
         norms = (
             (attention.q_norm.weight, attention.k_norm.weight) if heads.are_normed else cos_sin
@@ -110,7 +109,7 @@ class GpuPass(nn.Module):
         self._product(gated, layer.mlp.down_proj, middle, after, "down")
 
     def _attention(self, like: Tensor, layout: PassLayout, tree_mask: Tensor) -> Attend:
-        """From queries [M, h, d], the cache's keys and values, and a layer's module to [M, h d]."""
+        """A function from queries [M, h, d], the cache's keys and values, and a layer's module to [M, h d]."""
         end, shape = len(layout.columns), tree_mask.shape[:2]
         if len(like) <= gpu.FEW:
             attention = gpu.CachedAttention(like, layout.starts, tree_mask, end, self.heads)
@@ -140,7 +139,7 @@ class GpuPass(nn.Module):
         return gpu.gate(x, norm, mlp.gate_proj.weight, mlp.up_proj.weight, self.eps, TILES["gate"])
 
     def _product(self, x: Tensor, layer: Any, before: Tensor | None, out: Tensor, name: str) -> Tensor:
-        """The product of x, and `before` where it is given, into out [M, N]."""
+        """The product of x, plus `before` if given, into out [M, N]."""
         if len(x) <= gpu.FEW:
             gpu.multiply(x, layer.weight, before, out, TILES[name])
             return out

@@ -1,1 +1,1 @@
-"""Graphs built ahead of time for a CPU, and where they are kept."""
+"""Compiled packages for a CPU: building, storing and running them."""

@@ -1,4 +1,4 @@
-"""Packages built by another process at the lowest priority, while this one's steps stay plain."""
+"""Packages built by another process at the lowest priority, while this one runs plain steps."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from outrider.fast import Compiled, folder
 log = logging.getLogger(__name__)
 
 LOG = "background.log"
-"""What that process prints, in the folder of packages."""
+"""Log file of that process, in the folder of packages."""
 
 
 def build(
     steps: Sequence[Compiled], target: str, drafter: str | None, settings: Sequence[str] = (), **options: str | None
 ) -> None:
-    """Have those of these steps built that have no package, and take each as soon as it is there.
+    """Build the packages that these steps lack, and load each as soon as it is complete.
 
-    steps: the target's first; where it can't be compiled, nothing is built.  The others are arguments of `outrider
-    compile` for the same target and drafter: settings is its `--set`, options are by their names.
+    steps: the target's first; if it can't be compiled, nothing is built.  The other arguments are those of `outrider
+    compile` for the same target and drafter: settings is its `--set`, options are by name.
     """
     missing = [step for step in steps if step.graph is None and step.is_possible]
     if not missing or (steps[0].graph is None and steps[0] is not missing[0]):
@@ -35,7 +35,7 @@ def build(
     arguments += [f"--set={setting}" for setting in settings]
     command = [sys.executable, "-m", "outrider", "compile", "--background", *arguments]
     with (folder() / LOG).open("ab") as output:
-        # a session of its own: Ctrl-C here does not end it
+        # in its own session, so that Ctrl-C does not end it
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
     for step in missing:
         step.await_graph()

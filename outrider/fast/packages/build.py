@@ -1,6 +1,6 @@
-"""Compiles a function into a package: torch.export traces it, inductor compiles what was traced.
+"""Compiles a function into a package: torch.export traces it, inductor compiles the graph.
 
-Where its layers multiply in panels, the package holds no weights and is given those in memory.
+If its layers multiply in panels, the package has no weights and uses those in memory.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from outrider.storage import cache
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 2**31
-"""Models with more weights than this are not compiled on a CPU where the package would hold a copy of them."""
+"""Models with more bytes of weights are not compiled on a CPU if the package would contain a copy of them."""
 
 MOST_CONSTANTS = 2**16
-"""Numbers that a package without weights holds of tensors that were made while it was traced; with more it holds
-both."""
+"""Values of tensors created during tracing that a package without weights may contain; with more it contains weights
+too."""
 
 HOLDS_WEIGHTS = "aot_inductor.package_constants_in_so"
-"""Inductor's setting for whether a package has a copy of the weights, or is given them when it is loaded."""
+"""Inductor's setting for whether a package contains the weights or gets them when it is loaded."""
 REWRITING = "post_grad_custom_pre_pass"
-"""Inductor's setting for a function that changes the graph."""
+"""Inductor's setting for a function that rewrites the graph."""
 BUILDS: dict[str, dict[str, Any]] = {
     "libraries": {},
     "templates": {"max_autotune": True, "max_autotune_gemm_backends": "CPP"},
 }
-"""Where inductor's matrix products come from: torch's libraries, or C++ that it writes for each shape."""
+"""Sources of inductor's matrix products: torch's libraries, or C++ generated for each shape."""
 
 
 def builds(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Ways to compile this model, with inductor's settings.  Where its layers are packed in panels, only one: with our
-    kernel, and with weights that are not copied."""
+    """Ways to compile this model, with inductor's settings.  If its layers are packed in panels, only one: with our
+    kernel, and without a copy of the weights."""
     if prepacked.way_of(model) != "panels":
         return BUILDS
     number = {layer: n for n, layer in enumerate(prepacked.in_panels(model))}
@@ -78,8 +78,7 @@ def build_package(
     dims: Any,
     options: Mapping[str, Any] = BUILDS["libraries"],
 ) -> float:
-    """Compile `function` on arguments like `example` into `path`; returns seconds.  NotCompiled where that can't be
-    done.
+    """Compile `function` on arguments like `example` into `path`; returns seconds.  Raises NotCompiled if it can't.
 
     options: one of `BUILDS`.
     dims: for every argument a mapping from dimension to `torch.export.Dim`, in the structure of the arguments.  The
@@ -96,9 +95,9 @@ def build_package(
             prepacked.enabled("panels"),
             prepacked.as_parameters(function),
         ):
-            # tensors made in inference mode can't be traced
+            # inference tensors can't be traced
             example = pytree.tree_map_only(Tensor, Tensor.clone, example)
-            with contextlib.redirect_stderr(io.StringIO()):  # it prints whole what it can't trace, hundreds of lines
+            with contextlib.redirect_stderr(io.StringIO()):  # it prints hundreds of lines if it can't trace something
                 exported = torch.export.export(function, example, dynamic_shapes=dims, strict=False)
             configs = {"freezing": True, **options}
             weights = weights_of(function)
@@ -121,14 +120,14 @@ def build_package(
         raise
     except Exception as error:  # the compiler may raise anything for a new family
         raise NotCompiled(f"can't be compiled: {type(error).__name__}: {first_line(error)[:300]}") from error
-    gc.collect()  # graphs that hold the weights they were made with, in cycles
+    gc.collect()  # graphs in reference cycles hold the weights
     seconds = time.perf_counter() - began
     log.info("compiled %s in %.0f s, %.0f MB", path, seconds, path.stat().st_size / 1e6)
     return seconds
 
 
 def refuse_large(model: nn.Module) -> None:
-    """Raises NotCompiled where a copy of the weights would be too large."""
+    """Raises NotCompiled if a copy of the weights would be too large."""
     if sum(weight.nbytes for weight in model.parameters()) > MOST_BYTES:
         raise NotCompiled(
             f"it has more than {MOST_BYTES >> 30} GiB of weights, which a compiled package would copy; its steps "
@@ -137,7 +136,7 @@ def refuse_large(model: nn.Module) -> None:
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by all of their names."""
+    """Parameters and buffers by name, with all names of tied ones."""
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),

@@ -1,4 +1,4 @@
-"""What a compiled package depends on, in a few hex digits."""
+"""Hashes of what a compiled package depends on."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from outrider import kernels, machine
 from outrider.kernels import prepacked
 
 INLINED = 8
-"""Most numbers of a vector that inductor writes into the code: packages don't read it from the model."""
+"""Most values of a vector that inductor writes into the code, so that packages don't read it from the model."""
 
 
 def fingerprint(model: nn.Module, *more: object) -> str:
-    """What a package depends on, 16 hex digits: every weight's name and shape, which of them are one, and how each is
+    """Hash of what a package depends on, 16 hex digits: every weight's name and shape, which are tied, and how each is
     multiplied; the values of short vectors; settings and code in `more`; torch, threads and the processor.
     """
     linear = prepacked.way_of(model), prepacked.layout(model), kernels.source()
@@ -31,7 +31,7 @@ def fingerprint(model: nn.Module, *more: object) -> str:
 
 
 def values_of(model: nn.Module) -> str:
-    """What a package with a copy of the weights depends on too, 16 hex digits: their values."""
+    """Hash of the weights' values, 16 hex digits, on which a package with a copy of them depends too."""
     digest = hashlib.sha256()
     for _, weight in sorted(model.state_dict().items()):
         digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

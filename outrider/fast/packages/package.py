@@ -1,7 +1,7 @@
-"""Packages of torch's ahead-of-time compiler, called so that other threads of the interpreter go on meanwhile.
+"""Packages of torch's ahead-of-time compiler, run without the interpreter's lock (GIL).
 
-torch's own Python call holds the interpreter's lock for the whole pass: a server could not send an answer, nor take a
-request, before it ends.  Operators give the lock back, so the call is one of ours where there is a C++ compiler.
+torch's own Python call holds the lock for the whole pass, during which a server could not send an answer or take a
+request.  Operators release the lock, so packages are run by our own operator if there is a C++ compiler.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC")
 
 
 class Package:
-    """A package on disk, loaded.  RuntimeError where it can't be read."""
+    """A loaded package.  Raises RuntimeError if it can't be loaded."""
 
     def __init__(self, path: Path):
         self._operators: Any = None
@@ -42,15 +42,15 @@ class Package:
         else:
             self._operators = torch.ops.outrider
             self._loaded = self._operators.open_package(str(path))
-            # no operator: objects are collected at any time, and a trace then running would record the call
+            # not an operator: finalizers run at any time, and a trace in progress would record the call
             weakref.finalize(self, library.outrider_close_package, ctypes.c_int64(self._loaded))
             text, self.names = self._operators.describe_package(self._loaded)
         self.has_weights, self.constants = not text, _read(text)
-        """Whether it holds a copy of the weights; else `give` it them, and the constants that are no weights.  `names`
-        are all that it wants."""
+        """Whether it contains the weights; else `give` sets them and `constants`, which are not weights.  `names` are
+        all that it needs."""
 
     def give(self, weights: Mapping[str, Tensor]) -> None:
-        """Weights by name; they are not copied, and must live as long as the package."""
+        """Set the weights by name; they are not copied, and must live as long as the package."""
         if self._operators is None:
             self._loaded.load_constants(dict(weights), check_full_update=True, user_managed=True)
         else:
@@ -58,19 +58,19 @@ class Package:
 
     def run(self, arguments: list[Tensor]) -> list[Tensor]:
         if self._operators is None:
-            # the package's own call parses its description every time, 0.3 ms for 16 layers
+            # calling the package parses its description every time: 0.3 ms for 16 layers
             return self._loaded.loader.boxed_run(arguments)
         return self._operators.run_package(self._loaded, arguments)
 
 
 def written(constants: Mapping[str, Tensor]) -> str:
-    """Small tensors as text, which a package without weights holds."""
+    """Small tensors as text, for a package without weights."""
     each = {name: (str(value.dtype), list(value.shape), value.flatten().tolist()) for name, value in constants.items()}
     return json.dumps(each)
 
 
 def _read(text: str) -> dict[str, Tensor]:
-    """What `written` wrote."""
+    """The tensors in the output of `written`."""
     return {
         name: torch.tensor(values, dtype=getattr(torch, dtype.removeprefix("torch."))).view(shape)
         for name, (dtype, shape, values) in json.loads(text or "{}").items()
@@ -79,8 +79,7 @@ def _read(text: str) -> dict[str, Tensor]:
 
 @functools.cache
 def operators() -> ctypes.CDLL | None:
-    """The library with our operators on packages, which are then `torch.ops.outrider`; None where it can't be
-    compiled, and torch's own call is used."""
+    """The library with our operators on packages, in `torch.ops.outrider`; None if it can't be compiled."""
     question = repr((torch.__version__, SOURCE.read_bytes(), FLAGS))
     name = f"package-{hashlib.sha256(question.encode()).hexdigest()[:16]}.so"
     folder = Path(torch.__file__).parent
@@ -90,5 +89,5 @@ def operators() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(kernels.shared_library(cache.folder() / "compiled" / name, [[abi, *flags]])))
     except (OSError, RuntimeError) as error:
-        log.info("packages are called by torch's own call: %s", first_line(error))
+        log.info("packages are run by torch's own call: %s", first_line(error))
         return None

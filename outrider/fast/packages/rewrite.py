@@ -1,8 +1,8 @@
-"""Rewrites a traced graph before it is compiled: matrix products of one input are joined, an MLP's gate is multiplied
-within them, attention is done by our kernel, and the cosines and sines of positions are worked out once.
+"""Rewrites a traced graph before it is compiled: products of one input are joined, an MLP's gate is fused with its
+products, attention uses our kernel, and cosines and sines of positions are computed once.
 
-A tensor that several layers multiply (queries, keys and values; gate and up) is then read once, and threads synchronise
-once. Products are the same to the last bit: panels of outputs are concatenated, and each output is summed as before.
+An input of several layers (queries, keys and values; gate and up) is then read once, and threads synchronise once.
+Products are the same to the last bit: panels of outputs are concatenated, and each output is summed as before.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from outrider.kernels import quantized
 PREFIX = "panels_"
 """Prefix of the names of constants that are panels."""
 MOST_JOINED = 2**23
-"""Bytes of quantised weights that are joined at most: larger ones take longer than threads need to synchronise."""
+"""Most bytes of quantised weights that are joined: larger products take longer than threads need to synchronise."""
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def with_kernels(graph: fx.Graph, panels: Mapping[str, int], holds_weights: bool = True) -> None:
-    """Rewrite a graph of aten operators in which panels are multiplied by `outrider::multiply`; inductor calls it.
+    """Rewrite a graph of aten operators in which panels are multiplied by `outrider::multiply`; called by inductor.
 
-    panels: numbers of the weights that it multiplies by, by the names of its constants.  The new graph's constants are
-    named by these numbers, see `numbers_of`.  holds_weights: False where their values don't matter, since the package
-    is given its panels when it is loaded.
+    panels: numbers of the weights, by the names of the graph's constants.  The new graph's constants are named by these
+    numbers, see `numbers_of`.  holds_weights: False if their values don't matter, since the package gets its panels
+    when it is loaded.
     """
     _attend(graph)
     _gate(graph, panels, holds_weights)
@@ -40,19 +40,19 @@ def with_kernels(graph: fx.Graph, panels: Mapping[str, int], holds_weights: bool
 
 
 def numbers_of(name: str) -> list[int] | None:
-    """Which panels the constant of this name joins; None for another constant."""
+    """The panels joined in the constant of this name; None for other constants."""
     return [int(number) for number in name.removeprefix(PREFIX).split("_")] if name.startswith(PREFIX) else None
 
 
 def _attend(graph: fx.Graph) -> None:
-    """Attention with a mask, in float32, by `outrider::attend`."""
+    """Replace attention with a mask, in float32, by `outrider::attend`."""
     node: Any
     for node in list(graph.nodes):
         if node.target is not ATTENTION:
             continue
         q, mask, results = node.args[0], node.kwargs.get("attn_mask"), list(node.users)
         is_ours = mask is not None and len(node.args) == 3 and q.meta["val"].dtype == torch.float32
-        # the other result is the gradient's
+        # the other result is for the gradient
         has_more = any(each.args[1] != 0 and each.users for each in results)
         if not is_ours or len(mask.meta["val"].shape) != 4 or has_more:
             continue
@@ -67,7 +67,7 @@ def _attend(graph: fx.Graph) -> None:
 
 
 def _gate(graph: fx.Graph, numbers: Mapping[str, int], holds_weights: bool) -> None:
-    """silu(x G) * (x U) by `outrider::gated`, where nothing else reads the parts."""
+    """Replace silu(x G) * (x U) by `outrider::gated`, if nothing else uses the parts."""
     multiply = torch.ops.outrider.multiply.default
     for node in list(graph.nodes):
         if node.target is not torch.ops.aten.mul.Tensor:
@@ -90,18 +90,18 @@ def _gate(graph: fx.Graph, numbers: Mapping[str, int], holds_weights: bool) -> N
 
 
 def _is(node: Any, target: Any) -> bool:
-    """Whether this is such a call, and one other reads it."""
+    """Whether this is a call of `target` with a single user."""
     return isinstance(node, fx.Node) and node.target is target and len(node.users) == 1
 
 
 def _join(graph: fx.Graph, numbers: Mapping[str, int], holds_weights: bool) -> None:
-    """One product for all weights of a kind that multiply the same tensor, and slices of it for the users of each."""
+    """Join products of the same tensor with weights of one kind into one, with slices for the users of each."""
     groups: dict[Any, list[tuple[Any, Tensor]]] = defaultdict(list)
     places = _places()
     for node in list(graph.nodes):
         if node.target in places:
             weight, outputs = _weight(graph, node), places[node.target]
-            how = (*node.args[2:outputs], *node.args[outputs + 1 :])  # of quantised weights: their kind
+            how = (*node.args[2:outputs], *node.args[outputs + 1 :])  # type and activations of quantised weights
             # float32 and bfloat16 differ in shape
             groups[node.target, node.args[0], how, weight.shape[1:]].append((node, weight))
         elif node.target is torch.ops.outrider.quantized_rows.default:
@@ -114,12 +114,12 @@ def _join(graph: fx.Graph, numbers: Mapping[str, int], holds_weights: bool) -> N
 
 
 def _places() -> dict[Any, int]:
-    """Products, and which of their arguments is the number of outputs."""
+    """Products, and the index of the argument with their number of outputs."""
     return {torch.ops.outrider.multiply.default: 2, torch.ops.outrider.quantized.default: 3}
 
 
 def _together(matmuls: list[tuple[Any, Tensor]]) -> list[list[tuple[Any, Tensor]]]:
-    """Those that are joined.  Large quantised weights are not: copied side by side they would be in memory twice."""
+    """Groups to join.  Large quantised weights are not joined: copied side by side they would be in memory twice."""
     is_large = matmuls[0][1].dtype == torch.uint8 and sum(weight.nbytes for _, weight in matmuls) > MOST_JOINED
     return [[each] for each in matmuls] if is_large else [matmuls]
 
@@ -153,15 +153,15 @@ def _joined(
 ) -> fx.Node:  # fmt: skip
     """The panels of these products as one constant."""
     name, joined = PREFIX + "_".join(str(numbers[node.args[1].target]) for node in matmuls), weights[0]
-    if len(weights) > 1:  # a place that is never touched takes no memory
+    if len(weights) > 1:  # memory that is never touched is not allocated
         rows = sum(map(len, weights))
         joined = torch.cat([*weights]) if holds_weights else joined.new_empty(rows, *joined.shape[1:])
     return _constant(graph, name, joined, matmuls[0].args[0].meta["val"].fake_mode)
 
 
 def _hold(graph: fx.Graph) -> None:
-    """Cosines and sines of positions are stored: inductor would work them out for every head of every layer."""
-    from torch._inductor import test_operators  # which has the one operator that says so
+    """Store cosines and sines of positions, which inductor would compute for every head of every layer."""
+    from torch._inductor import test_operators  # registers the operator that forces this
 
     stored = torch.ops._inductor_test.realize.default
     assert test_operators

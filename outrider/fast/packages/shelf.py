@@ -1,7 +1,7 @@
-"""What is on disk of compiled steps: packages, and what is known of each.
+"""Compiled steps on disk: packages, and the results of checking each.
 
-Beside `step-KEY.pt2` lie `step-KEY.checked`, which says that this very file was compared with the plain path, and
-`step-KEY.refused`, which says why there is no package.
+Beside `step-KEY.pt2`, `step-KEY.checked` says that this file was compared with the plain path, and `step-KEY.refused`
+says why there is no package.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from outrider.fast.packages.build import NotCompiled
 from outrider.storage import cache, lock
 
 PATIENCE_S = 1800.0
-"""For which a process waits while another one compiles."""
+"""How long a process waits while another one compiles."""
 
 
 class Slower(NotCompiled):
-    """There is a compiled step, and the plain path is faster."""
+    """There is a compiled step, but the plain path is faster."""
 
 
 def folder() -> Path:
@@ -28,7 +28,7 @@ def folder() -> Path:
 
 
 def was_checked(package: Path) -> bool:
-    """Whether this very file was compared with the plain path before."""
+    """Whether this file was compared with the plain path before."""
     try:
         return bool(json.loads(package.with_suffix(".checked").read_text()) == _stamp(package))
     except (OSError, ValueError):
@@ -36,8 +36,8 @@ def was_checked(package: Path) -> bool:
 
 
 def note_checked(package: Path) -> None:
-    """It was compared with the plain path."""
-    with contextlib.suppress(OSError):  # a folder that can't be written costs a comparison a process
+    """Record that this file was compared with the plain path."""
+    with contextlib.suppress(OSError):  # if the folder is not writable, each process compares again
         package.with_suffix(".checked").write_text(json.dumps(_stamp(package)))
 
 
@@ -48,8 +48,8 @@ def was_refused(package: Path) -> bool:
 
 @contextlib.contextmanager
 def building(package: Path) -> Iterator[None]:
-    """While this is open, no other process compiles; NotCompiled that ends it is noted as the reason why there is no
-    package."""
+    """Within this context, no other process compiles; a NotCompiled raised in it is stored as the reason why there is
+    no package."""
     folder().mkdir(parents=True, exist_ok=True, mode=0o700)
     refused, one_by_one = package.with_suffix(".refused"), folder() / ".building"
     one_by_one.touch()
@@ -58,7 +58,7 @@ def building(package: Path) -> Iterator[None]:
         refused.unlink(missing_ok=True)
         try:
             yield
-        except Slower:  # which another measurement may correct
+        except Slower:  # another measurement may differ
             raise
         except NotCompiled as reason:
             refused.write_text(str(reason))
@@ -66,6 +66,6 @@ def building(package: Path) -> Iterator[None]:
 
 
 def _stamp(path: Path) -> list[int]:
-    """Size and time of last change."""
+    """Size and modification time."""
     stat = path.stat()
     return [stat.st_size, stat.st_mtime_ns]

@@ -1,1 +1,1 @@
-"""Faster ways for a target to take its passes; `targets.hf.transformers` finds them by name, since it lies below."""
+"""Faster passes for targets; `targets.hf.transformers`, which is below this package, finds them by name."""

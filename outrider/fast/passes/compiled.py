@@ -1,10 +1,9 @@
-"""The target's step as one compiled graph: the same modules, the same hooks, traced once.
+"""The target's step as one compiled graph: the same modules and hooks, traced once.
 
-Sizes stay open: slots, tokens a row, columns that are read, the cache's length.  It is traced with several of each,
-since tracing makes a size of 1 a case of its own; what comes out serves 1 as well, which is tried whenever a graph is
-taken.
+Slots, tokens per row, columns and the cache's length are dynamic sizes.  The pass is traced with several of each, since
+tracing specialises a size of 1; the graph also works for 1, which is tested whenever one is loaded.
 
-R rows of a pass, n tokens a row, K of them whose logits are asked for, h heads, L cache length.
+R rows of a pass, n tokens per row, K of them with logits, h heads, L cache length.
 """
 
 from __future__ import annotations
@@ -41,28 +40,28 @@ from outrider.targets.hf.passes import passed
 log = logging.getLogger(__name__)
 
 WIDEST = 1024
-"""Most tokens a row of a pass."""
+"""Most tokens per row of a pass."""
 EXAMPLE, BEFORE = (3, 8), 300
-"""Rows and tokens a row of the pass that is traced, and columns before it."""
+"""Rows and tokens per row of the traced pass, and columns before it."""
 ALLOWED = 0.1
-"""Share of the size of logits by which those of our kernels may differ: rounding to bfloat16 explains some hundredths,
-and a part of a layer that the kernels leave out makes several tenths."""
+"""Relative difference of logits allowed for our kernels: rounding to bfloat16 explains a few hundredths, and a missing
+part of a layer makes several tenths."""
 
 
 def has_adapters(model: nn.Module) -> bool:
     """Whether PEFT has put adapters beside weights."""
-    layers = sys.modules.get("peft.tuners.tuners_utils")  # nobody has adapters without having imported it
+    layers = sys.modules.get("peft.tuners.tuners_utils")  # imported if there are any adapters
     return layers is not None and any(isinstance(module, layers.BaseTunerLayer) for module in model.modules())
 
 
 class CompiledStep(Compiled):
-    """Verify passes of a target."""
+    """Verification passes of a target."""
 
     def __init__(self, target: Any):
         super().__init__()
         self.target = target
         self.shapes: SlotCache | None = None
-        """A cache with buffers of the shapes that the graph reads, for weights of type `_shaped_in`."""
+        """A cache with the graph's buffer shapes, for weights of dtype `_shaped_in`."""
         self._shaped_in: torch.dtype | None = None
         self._lock = threading.Lock()
 
@@ -80,8 +79,8 @@ class CompiledStep(Compiled):
             )
         if family.has_patches:
             raise NotCompiled(
-                f"the global model of {self.target.spec.name} runs where the bytes of a pass end a patch; its steps "
-                "stay plain"
+                f"the global model of {self.target.spec.name} runs only where the bytes of a pass end a patch; its "
+                "steps stay plain"
             )
         if family.rotary is not None:
             raise NotCompiled(
@@ -90,13 +89,13 @@ class CompiledStep(Compiled):
         model: nn.Module = self.target.model
         if has_adapters(model):
             raise NotCompiled(
-                f"{self.target.spec.name} has PEFT adapters beside its weights, which are switched without a trace in "
-                "a graph; its steps stay plain unless they are merged into the weights (merge_and_unload)"
+                f"{self.target.spec.name} has PEFT adapters beside its weights, and a graph would not notice when they "
+                "are switched; its steps stay plain unless they are merged into the weights (merge_and_unload)"
             )
         return model
 
     def get(self, build: bool) -> float:
-        """As `Compiled.get`; caches have buffers from then on before a prompt is read, so that its first chunk passes
+        """As `Compiled.get`; from then on caches have buffers before a prompt is read, so that its first chunk can be
         compiled too."""
         seconds = super().get(build)
         self._learn_shapes()
@@ -129,12 +128,12 @@ class CompiledStep(Compiled):
             config.to_json_string(),
             config._attn_implementation,
         )
-        traced = (sys.modules[type(whose).__module__] for whose in (self, self.target, model))
+        traced = (sys.modules[type(each).__module__] for each in (self, self.target, model))
         return [versions, self.target.family, *code(fast, build, family, attention_mask, passes, *traced)]
 
     def reads(self, cache: SlotCache, rows: Sequence[int], tokens: Tensor) -> bool:
-        """Whether a prompt's chunk [R, S] of these slots passes compiled."""
-        # a GPU would capture every width
+        """Whether a prompt's chunk [R, S] of these slots can run compiled."""
+        # on a GPU every width would be captured
         if not isinstance(self.graph, Graph):
             return False
         return tokens.shape[1] <= WIDEST and self.fits(cache, rows, tokens.shape[1])
@@ -143,13 +142,13 @@ class CompiledStep(Compiled):
         self, cache: SlotCache, rows: Sequence[int], tokens: Tensor, tree: Tree | None, taps: tuple[int, ...] = (),
         last: Sequence[int] | None = None, graph: Runnable | None = None,
     ) -> Scores:  # fmt: skip
-        """A pass of these slots over tokens [R, n]; it is open afterwards.
+        """A pass of these slots over tokens [R, n], which stays open.
 
-        last: the one token of each row whose logits are wanted; those of all tokens unless given.  graph: one to try.
+        last: the one token of each row whose logits are returned; default all tokens.  graph: one to test.
         """
         cache.open(rows, tokens.shape[1])
         arguments = self._arguments(tokens, cache, tree, taps, last)
-        with self._lock:  # another thread's replay reads its arguments in the same place
+        with self._lock:  # another thread's replay would use the same memory for its arguments
             logits, hidden, choice, tapped = (graph or self.graph).forward(*arguments)
         return Scores(logits, hidden, tapped if taps else None, choice)
 
@@ -191,7 +190,7 @@ class CompiledStep(Compiled):
         return self._by_kernels(written) or CudaGraphs(written)
 
     def _by_kernels(self, written: nn.Module) -> Runnable | None:
-        """Passes by our kernels, where they know the model and say what its own modules say."""
+        """Passes by our kernels, if they support the model and agree with its own modules."""
         name = self.target.spec.name
         try:
             from outrider.fast.gpu.kernel_pass import GpuPass  # Triton comes with torch for GPUs alone
@@ -199,19 +198,19 @@ class CompiledStep(Compiled):
             graph = CudaGraphs(GpuPass(self.target, written))
             differs = max(_share(plain, fast) for plain, fast in self._both(graph))
         except Exception as error:  # another kind of model, no Triton, no C compiler for it, too little shared memory
-            log.info("passes of %s run as transformers writes them: %s", name, first_line(error))
+            log.info("passes of %s run in transformers' code: %s", name, first_line(error))
             return None
         if differs <= ALLOWED:
             return graph
         log.info(
-            "passes of %s run as transformers writes them: our kernels' logits differ by %.3f of their size, more than "
+            "passes of %s run in transformers' code: the relative difference of our kernels' logits is %.3f, more than "
             "%.2f", name, differs, ALLOWED,
         )  # fmt: skip
         return None
 
     @torch.inference_mode()
     def _pass(self, rows: int, width: int) -> tuple[SlotCache, Tensor]:
-        """An open pass after noise in slots of unequal length, and its tokens [rows, width]."""
+        """An open pass after random states in slots of unequal length, and its tokens [rows, width]."""
         before, noise = min(BEFORE, self.target.spec.context // 2), torch.Generator().manual_seed(5)
         tokens = torch.randint(self.target.spec.vocabulary, (rows, width), generator=noise).to(self.target.device)
         self._learn_shapes()
@@ -223,10 +222,10 @@ class CompiledStep(Compiled):
         return cache, tokens
 
     def compare(self, graph: Runnable) -> str:
-        """Over one token, chains and, where the mode has them, a tree; for one slot and for several."""
+        """With one token, chains and, if the mode allows them, a tree; for one slot and for several."""
         allowed = accuracy.allowance(self.target)
         if allowed is None:
-            most = 2 * self.target.selftest.allowed  # each is within that of the model's own passes
+            most = 2 * self.target.selftest.allowed  # each may differ by that from the model's own passes
             allowed = Tolerance(most, most)
         return allowed.exceeded(Loss.between(self._both(graph)))
 
@@ -238,7 +237,7 @@ class CompiledStep(Compiled):
             plain = self.target.verify(cache, rows, anchors, draft).logits
             tokens, tree = passed(anchors, draft, self.target.spec.vocabulary)
             yield plain, self.run(cache, rows, tokens, tree, graph=graph).logits
-            if isinstance(graph, Graph):  # which reads prompts too
+            if isinstance(graph, Graph):  # a package reads prompts too
                 last = [tokens.shape[1] - 1] * len(rows)
                 yield plain[:, -1:], self.run(cache, rows, tokens, tree, last=last, graph=graph).logits
 
@@ -250,8 +249,7 @@ class CompiledStep(Compiled):
         taps: tuple[int, ...],
         last: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-        """Tokens; depths and tree mask; starts of rows, and columns up to the end; taps; tokens whose logits are
-        wanted; buffers."""
+        """Tokens; depths and tree mask; starts of rows, and columns up to the end; taps; logit indices; buffers."""
         tree_mask, depths = _chain_of(*tokens.shape, tokens.device) if tree is None else tree
         tapped = numbers(taps or (0,), tokens.device)
         logit_indices = (
@@ -263,19 +261,19 @@ class CompiledStep(Compiled):
 
 @functools.lru_cache(256)
 def _chain_of(rows: int, width: int, device: torch.device) -> Tree:
-    """Chains [R, n], as trees."""
+    """Chains [R, n] as trees."""
     depths = torch.arange(width, device=device)
     return Tree(dense(depths[:, None] >= depths, rows, width, width), dense(depths, rows, width))
 
 
 @functools.lru_cache(256)
 def _all_of(rows: int, width: int, device: torch.device) -> Tensor:
-    """[R, n] indices of a row's tokens."""
+    """[R, n] indices of the tokens within each row."""
     return dense(torch.arange(width, device=device), rows, width)
 
 
 class TracedPass(nn.Module):
-    """What is compiled: one pass of the model over buffers that are given."""
+    """The compiled module: one pass of the model over the given buffers."""
 
     def __init__(self, target: Any, layers: Sequence[int]):
         super().__init__()
@@ -312,7 +310,7 @@ class TracedPass(nn.Module):
 
 
 def _share(plain: Tensor, fast: Tensor) -> float:
-    """The difference of logits over their deviation from the mean, as root mean squares."""
+    """The difference of logits relative to their deviation from the mean, as root mean squares."""
     plain = plain.double()
     return float((plain - fast.double()).norm() / (plain - plain.mean(-1, keepdim=True)).norm())
 
@@ -323,4 +321,4 @@ def numbers(taps: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 step = CompiledStep
-"""What `targets.hf.transformers` asks of a file here."""
+"""The name under which `targets.hf.transformers` finds it."""

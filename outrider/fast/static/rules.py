@@ -1,7 +1,7 @@
-"""How the static step draws and judges: greedily, at each request's temperature, or from some of the tokens.
+"""How the static step draws and judges: greedily, at each request's temperature, or with truncated distributions.
 
-Tokens are those of `SamplingJudge`.  With a device's own kernels, they draw and accept where nothing is cut.  B slots,
-N nodes, V vocabulary.
+Tokens are those of `SamplingJudge`.  A device's own kernels draw and accept, except from truncated distributions.  B
+slots, N nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Greedy:
         self.kernels = kernels
 
     def distribution(self, logits: Tensor, slots: StaticSlots) -> Tensor:
-        """All at the likeliest token."""
+        """All mass on the likeliest token."""
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
 
     def drawn(self, logits: Tensor, slots: StaticSlots, depth: int) -> tuple[Tensor, Tensor | None]:
@@ -50,7 +50,7 @@ class Tempered:
         self.kernels = kernels
 
     def distribution(self, logits: Tensor, slots: StaticSlots) -> Tensor:
-        """As `distribution.distribution`, of logits [B, ..., V]."""
+        """As `distribution.distribution`, for logits [B, ..., V]."""
         logits, is_cold = wide(logits), slots.temperature == 0
         p = tempered(logits, torch.where(is_cold, 1.0, slots.temperature))
         cold = torch.zeros_like(p).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
@@ -75,16 +75,16 @@ class Tempered:
 
 
 class Cut(Tempered):
-    """As that, from the tokens that top-k, top-p and min-p leave."""
+    """As `Tempered`, truncated by top-k, top-p and min-p."""
 
     def __init__(self, rank: int, has_top_p: bool):
-        """rank: of how many of the likeliest tokens the order is asked for, at least the largest top-k, and all where a
-        request has top-p alone; 0 for none.  has_top_p: some request has it."""
+        """rank: number of likeliest tokens that are sorted: at least the largest top-k, and all if a request has only
+        top-p; 0 for none.  has_top_p: whether any request has it."""
         super().__init__()
         self.rank, self.has_top_p = rank, has_top_p
 
     def distribution(self, logits: Tensor, slots: StaticSlots) -> Tensor:
-        """As `distribution.distribution`, of logits [B, ..., V]."""
+        """As `distribution.distribution`, for logits [B, ..., V]."""
         logits, shape = wide(logits), (-1,) + (1,) * (logits.dim() - 1)
         is_cold, choice = slots.temperature == 0, logits.argmax(-1, keepdim=True)
         if self.rank:
@@ -101,9 +101,9 @@ class Cut(Tempered):
         return torch.where(is_cold.view(shape), torch.zeros_like(p).scatter_(-1, choice, 1.0), p)
 
     def _nucleus(self, p: Tensor, top_p: Tensor) -> Tensor:
-        """p where what is likelier, and equals with smaller ids, have less than top_p.
+        """p of tokens before which likelier ones, and equally likely ones with smaller ids, sum to less than top_p.
 
-        Equals of the last token that was ordered may be more than were ordered: they are counted by their ids.
+        More tokens may equal the last sorted one than were sorted: they are counted by their ids.
         """
         ids = p.topk(min(self.rank, p.shape[-1]), -1).indices.sort(-1).values
         ranked, order = p.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
@@ -112,29 +112,29 @@ class Cut(Tempered):
         likelier = torch.where(ranked > last, ranked, 0.0).sum(-1, keepdim=True)
         equals = (p == last).to(p.dtype)
         before = torch.where(p == last, likelier + (equals.cumsum(-1) - equals) * last, before)
-        least = torch.finfo(torch.float32).tiny  # a top_p that float32 rounds to 0 still leaves one token
+        least = torch.finfo(torch.float32).tiny  # a top_p that float32 rounds to 0 still keeps one token
         kept = p.masked_fill((before >= top_p.clamp(min=least)) & (top_p < 1), 0.0)
         return kept / kept.sum(-1, keepdim=True)
 
 
 RANKS = (64, 256, 1024)
-"""As many tokens are ordered as one of these says, or all."""
+"""Numbers of tokens that may be sorted, besides all."""
 
 
 class Kind(NamedTuple):
-    """What a captured step depends on of the settings of the live requests, besides their values."""
+    """What a captured step depends on in the settings of the live requests, besides their values."""
 
     is_greedy: bool
     has_seeded: bool
-    """Some request may draft with the target's noise."""
+    """Whether any request may draft with the target's noise."""
     rank: int = 0
-    """As of `Cut`."""
+    """As in `Cut`."""
     has_top_p: bool = False
     has_min_p: bool = False
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], shared_noise: bool, vocabulary: int) -> Kind | None:
-        """Of these requests; None where one needs the host: log probabilities, penalties, bans, typical-p."""
+        """The kind of these requests; None if one needs the host: log probabilities, penalties, bans, typical-p."""
         if any(each.is_processed or each.logprobs is not None or each.typical_p < 1 for each in samplings):
             return None
         drawn = [each for each in samplings if each.temperature > 0]
@@ -147,14 +147,14 @@ class Kind(NamedTuple):
         return cls(False, has_seeded, rank, any(each.top_p < 1 for each in drawn), any(each.min_p for each in drawn))
 
     def rule(self, kernels: AcceptanceKernels | None) -> StaticRule:
-        """kernels: of the device, which draw and accept where they can."""
+        """kernels: the device's, which draw and accept if possible."""
         if self.is_greedy:
             return Greedy(kernels)
         return Cut(self.rank, self.has_top_p) if self.cuts else Tempered(kernels)
 
     @property
     def cuts(self) -> bool:
-        """Some request draws from fewer than all tokens."""
+        """Whether any request truncates its distribution."""
         return bool(self.rank) or self.has_top_p or self.has_min_p
 
 

@@ -1,9 +1,8 @@
-"""The step of `loop` as tensors alone, cut at another place: verify, accept, commit, observe, propose the next draft.
+"""The step of `loop` with tensors only, in the order: verify, accept, commit, observe, propose the next draft.
 
-Every tensor stays where it is and is written in place, so the step can be recorded once and repeated.  Between two
-steps the draft waits in `StaticDraft`: the host reads one row of numbers a slot, which says what was committed and what
-was drafted, and a policy decides how much of the draft the next step verifies.  Ends by token and by length are found
-here too.
+All tensors are written in place, so the step can be recorded once and replayed.  Between two steps the draft waits in
+`StaticDraft`: the host reads one row of numbers per slot, with what was committed and drafted, and a policy decides how
+much of the draft the next step verifies.  End tokens and length limits are handled here too.
 
 B slots, live or not; N nodes of a draft, n of them verified, V vocabulary, E ids that end a text.
 """
@@ -27,7 +26,7 @@ from outrider.decoding.state import DecodeState, Scores
 
 
 class Stays:
-    """A part of the step: its tensors are written in place, and have a row for every slot."""
+    """A part of the step, whose tensors are written in place and have a row for every slot."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -42,7 +41,7 @@ class Stays:
 
 @dataclass
 class StaticSlots(Stays):
-    """Where every slot stands."""
+    """The state of every slot."""
 
     anchor: Tensor
     """[B] int64, the last committed token."""
@@ -51,7 +50,7 @@ class StaticSlots(Stays):
     index: Tensor
     """[B] int64, output index of the next token."""
     left: Tensor
-    """[B] int64, tokens that the text may still grow by."""
+    """[B] int64, number of tokens that the text may still grow by."""
     live: Tensor
     """[B] bool."""
     seeds: Tensor
@@ -67,7 +66,7 @@ class StaticSlots(Stays):
     min_p: Tensor
     """[B] float32."""
     has_seeded: bool = True
-    """Whether some live request may draft with the target's noise."""
+    """Whether any live request may draft with the target's noise."""
 
     @classmethod
     def empty(cls, slots: int, device: torch.device) -> StaticSlots:
@@ -81,7 +80,7 @@ class StaticSlots(Stays):
         return Streams(self.seeds, self.index, self.seeded if self.has_seeded else None)
 
     def enter(self, row: int, state: DecodeState) -> None:
-        """Slot `row` of the state begins; its prompt was read.  Numbers are written one by one: nothing is sent."""
+        """Start slot `row` of the state, whose prompt was read.  Values are written one by one, without a transfer."""
         request, text = state.requests[row], state.tokens[row]
         sampling = request.sampling
         values = (
@@ -97,14 +96,14 @@ class StaticSlots(Stays):
 
 
 class Committed(NamedTuple):
-    """What a step appended to the texts, also where they ended by it."""
+    """What a step appended to the texts, including those that it ended."""
 
     tokens: Tensor
     """[B, N+1], of which the first `counts` are real."""
     rows: Tensor
-    """[B, N+1], the row of the verified pass that each was predicted by: 0, then a node's."""
+    """[B, N+1], the row of the verified pass that predicted each: 0, then a node's."""
     counts: Tensor
-    """[B], 0 where the slot is not live."""
+    """[B], 0 for slots that are not live."""
 
 
 class Proposed(NamedTuple):
@@ -113,7 +112,7 @@ class Proposed(NamedTuple):
     tokens: Tensor
     """[B, N]."""
     sizes: Tensor
-    """[B], how many nodes, from the first on, may be verified; see `sizes_of`."""
+    """[B], how many of the first nodes may be verified; see `sizes_of`."""
     q: Tensor | None = None
     """[B, N, V], as in `Draft`."""
     confidence: Tensor | None = None
@@ -123,7 +122,7 @@ class Proposed(NamedTuple):
 
 
 class StaticDraft(Stays):
-    """The draft of every slot that waits for its verification."""
+    """The pending draft of every slot."""
 
     def __init__(self, slots: int, drafter: StaticDrafter, vocabulary: int, device: torch.device, dtype: torch.dtype):
         """drafter: the drafter's part.  vocabulary, dtype: of the distributions that nodes are drawn from."""
@@ -131,7 +130,7 @@ class StaticDraft(Stays):
         self.tokens = torch.zeros(slots, drafter.nodes, dtype=torch.int64, device=device)
         """[B, N]."""
         self.sizes = torch.zeros(slots, dtype=torch.int64, device=device)
-        """[B], how many nodes are verified: those that the drafter offers, or as many as the host leaves."""
+        """[B], how many nodes are verified: those that the drafter proposes, or fewer if the host says so."""
         self.confidence = torch.zeros(slots, drafter.nodes if drafter.has_confidence else 0, device=device)
         """[B, N] float32, or [B, 0]."""
         self.parents = above(drafter.parents, slots, device)
@@ -143,7 +142,7 @@ class StaticDraft(Stays):
             """[B, N, V], where nodes are drawn."""
 
     def draft(self, nodes: int) -> Draft:
-        """The first `nodes` of every slot; all of them where that number stays open."""
+        """The first `nodes` of every slot; all of them if that number is a dynamic size."""
         n = nodes if isinstance(nodes, int) else self.drafter.nodes
         tokens, parents = self.tokens[:, :n], self.parents[:, :n]
         if self.drafter.varies:
@@ -152,7 +151,7 @@ class StaticDraft(Stays):
         return fixed(tokens, self.drafter.parents[:n], parents, self.sizes, None if q is None else q[:, :n])
 
     def hold(self, proposed: Proposed) -> None:
-        """From now on this draft waits."""
+        """Store a new draft."""
         self.tokens.copy_(proposed.tokens)
         self.sizes.copy_(proposed.sizes)
         if proposed.parents is not None:
@@ -169,28 +168,28 @@ class StaticDrafter(Stays):
     parents: Sequence[int] = ()
     """Its tree, the same in every step."""
     varies, depth = False, 0
-    """Whether its tree hangs on the tokens that are drafted, and has no `parents`; and how many levels it has then."""
+    """Whether its tree depends on the drafted tokens and has no `parents`; if so, its number of levels."""
     has_q, has_confidence = False, False
-    """Whether its nodes are drawn from distributions, which its drafts carry; and confidences, known before that."""
+    """Whether its nodes are drawn from distributions, which are part of its drafts; whether it has confidences."""
     model: Any = None
     """The module with all weights that it reads, besides the target's."""
     borrowed: Sequence[Any] = ()
-    """Modules that `model` makes of the target's weights, and that are no part of it."""
+    """Modules made by `model` from the target's weights, which are not part of it."""
     code: Sequence[ModuleType] = ()
-    """Modules that it calls, besides those of its classes: a package of its steps is another where they change."""
+    """Python modules that it calls, besides those of its classes; the key of a package depends on their source."""
     caches: Sequence[Any] = ()
-    """Its own, each a `fast.static.target.StaticCache`."""
+    """Its own caches, each a `fast.static.target.StaticCache`."""
 
     @property
     def nodes(self) -> int:
-        """Of its trees."""
+        """Number of nodes in its trees."""
         return len(self.parents)
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
-        """Take over what the drafter has stored of these slots, in the middle of a text too."""
+        """Load these slots from the drafter's memory, in the middle of a text too."""
 
     def leave(self, rows: Sequence[int], state: DecodeState) -> None:
-        """Give that back, with what was observed since, as the drafter stores it."""
+        """Store these slots in the drafter's memory, with what was observed since."""
 
     def propose(self, slots: StaticSlots, rule: StaticRule) -> Proposed:
         """The whole tree under every anchor."""
@@ -204,32 +203,32 @@ class StaticTarget(Protocol):
     """The target's part of the step."""
 
     def verify(self, slots: StaticSlots, draft: Draft, nodes: int) -> Scores:
-        """As `Target.verify`, of the first `nodes` of the draft, with the choices of its rows."""
+        """As `Target.verify`, for the first `nodes` of the draft, with the choices of its rows."""
 
     def keep(self, slots: StaticSlots, walked: AcceptedTensors) -> None:
-        """Anchor and path stay, moved together."""
+        """Keep anchor and path in the cache, in contiguous columns."""
 
 
 class StaticRule(Protocol):
     """How drafts are drawn and judged."""
 
     def distribution(self, logits: Tensor, slots: StaticSlots) -> Tensor:
-        """What each slot draws from, [B, ..., V], by logits [B, ..., V]."""
+        """The distribution of each slot, [B, ..., V], from logits [B, ..., V]."""
 
     def drawn(self, logits: Tensor, slots: StaticSlots, depth: int) -> tuple[Tensor, Tensor | None]:
-        """A drafted token a slot [B], from logits [B, V], and the q [B, V] that it was drawn from."""
+        """A drafted token per slot [B], from logits [B, V], and the q [B, V] that it was drawn from."""
 
     def accept(self, draft: Draft, scores: Scores, slots: StaticSlots) -> AcceptedTensors:
-        """What of the draft stays."""
+        """The accepted part of the draft."""
 
 
 class StaticStep(NamedTuple):
-    """One step of a batch, and what it is made of: `step` with its arguments."""
+    """One step of a batch: `step` with its arguments."""
 
     slots: StaticSlots
     draft: StaticDraft
     target: Any
-    """A `StaticTarget`, whose tensors stay too."""
+    """A `StaticTarget` and `Stays`."""
     drafter: StaticDrafter
     rule: StaticRule
     ends: Tensor
@@ -263,8 +262,8 @@ def step(
 ) -> Tensor:  # fmt: skip
     """Advance every live slot by one verified step, and draft for the next.
 
-    nodes: of a draft that are verified at most; `waiting` has no slot with more.  ends [E]: ids that end a text.
-    Returns [B, ...] int64, which `SlotResult.read` reads.
+    nodes: most verified nodes of a draft; no slot of `waiting` has more.  ends [E]: ids that end a text.
+    Returns [B, ...] int64, for `SlotResult.read`.
     """
     draft = waiting.draft(nodes)
     scores = target.verify(slots, draft, nodes)
@@ -280,8 +279,7 @@ def step(
 
 
 def drafted(waiting: StaticDraft) -> Tensor:
-    """[B, ...] int64, what the host reads of a draft: sizes, tokens, and parents and confidences where it needs
-    them."""
+    """[B, ...] int64, the draft for the host: sizes, tokens, and parents and confidences if they vary."""
     parts = [waiting.sizes[:, None], waiting.tokens]
     if waiting.drafter.varies:
         parts.append(waiting.parents)
@@ -291,13 +289,13 @@ def drafted(waiting: StaticDraft) -> Tensor:
 
 
 SURE = 2**30
-"""A confidence of 1 as the host reads it."""
+"""A confidence of 1 in these integers."""
 
 
 def cut(
     draft: Draft, walked: AcceptedTensors, scores: Scores, slots: StaticSlots, ends: Tensor
 ) -> tuple[Committed, Tensor]:  # fmt: skip
-    """What of path and next token belongs to each text, and [B] whether it ends there."""
+    """The part of path and next token that belongs to each text, and [B] whether it ends there."""
     assert scores.choice is not None
     (count, nodes), device = draft.tokens.shape, draft.tokens.device
     path = torch.nn.functional.pad(walked.path.clamp(min=0), (0, nodes + 1 - walked.path.shape[1]))
@@ -308,13 +306,13 @@ def cut(
     ended_before = is_end.cumsum(1) - is_end.long()
     stays = (order <= walked.counts[:, None]) & (ended_before == 0) & slots.live[:, None]
     counts = stays.sum(1)
-    last = torch.arange(scores.choice.shape[1], device=device)[-1]  # what stands behind a path may be any node
+    last = torch.arange(scores.choice.shape[1], device=device)[-1]  # entries after a path may be any node
     rows = torch.nn.functional.pad(path[:, :nodes] + 1, (1, 0)).minimum(last)
     return Committed(tokens, rows, counts), (is_end & stays).any(1) | (counts >= slots.left)
 
 
 def is_wrong(committed: Committed, scores: Scores) -> Tensor:
-    """[B], whether a committed token comes from logits whose largest is not finite."""
+    """[B], whether a committed token comes from logits whose largest value is not finite."""
     assert scores.choice is not None
     order = torch.arange(committed.rows.shape[1], device=committed.rows.device)
     choices = scores.choice.gather(1, committed.rows)
@@ -332,10 +330,10 @@ def _advance(slots: StaticSlots, committed: Committed, has_ended: Tensor) -> Non
 
 
 class PendingDraft(NamedTuple):
-    """What waits in a slot for its verification, as the host reads it."""
+    """A slot's pending draft, as the host reads it."""
 
     size: int
-    """Nodes that the drafter offers."""
+    """Number of nodes that the drafter proposes."""
     tokens: list[int]
     parents: Sequence[int]
     confidence: list[float] | None
@@ -350,12 +348,12 @@ class PendingDraft(NamedTuple):
 
 
 class SlotResult(NamedTuple):
-    """What a step did to one slot."""
+    """The result of a step for one slot."""
 
     path: list[int]
-    """Drafted nodes that stay."""
+    """Accepted nodes."""
     committed: int
-    """Tokens that belong to its text."""
+    """Number of tokens that belong to its text."""
     next_token: int
     invalid: int
     is_wrong: bool
@@ -373,7 +371,7 @@ class SlotResult(NamedTuple):
 
 
 def sizes_of(slots: StaticSlots, nodes: int, is_ready: Tensor | None = None) -> Tensor:
-    """[B], how many of a draft's nodes are verified: as many as a text has room for, none where nothing is known."""
+    """[B], how many of a draft's nodes are verified: as many as a text has room for, or none if not `is_ready` [B]."""
     sizes = torch.where(slots.live, (slots.left - 1).clamp(max=nodes), 0)
     return sizes if is_ready is None else sizes * is_ready
 
@@ -384,7 +382,7 @@ def above(parents: Sequence[int], slots: int, device: torch.device) -> Tensor:
 
 
 def fixed(tokens: Tensor, parents: Sequence[int], above: Tensor, sizes: Tensor, q: Tensor | None) -> Draft:
-    """The draft of a tree whose parents are known to the host and, as `above` [B, N], are on the device."""
+    """The draft of a tree whose parents are on the host and, as `above` [B, N], on the device."""
     branches = list(parents) != list(range(-1, len(parents) - 1))
     draft = Draft(tokens, above, sizes, q, branches=branches)
     vars(draft)["tree"] = (tuple(parents),)  # every slot's

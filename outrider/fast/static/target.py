@@ -1,4 +1,4 @@
-"""A target's part of the static step: one pass over buffers that stay, and the accepted path moved in them.
+"""A target's part of the static step: one pass over fixed buffers, in which the accepted path is then moved.
 
 B slots, each in the buffer row of its number; N nodes, D depth of the tree.
 """
@@ -26,16 +26,16 @@ from outrider.targets.cache.slots import SlotCache
 
 
 class StaticCache:
-    """What a step reads and writes of a cache: the buffers of every layer, in columns before an end."""
+    """The part of a cache that a step reads and writes: the buffers of every layer, in columns before an end."""
 
     def __init__(self, cache: SlotCache, more: int = 0):
-        """more: columns that a step needs besides the target's."""
+        """more: columns that a step needs in addition to the target's."""
         self.cache, self.more, self.layers = cache, more, cache.layers
         self.columns, self.buffers = cache.line[:0], list[Tensor]()
         """0, 1, ... [end]; keys, then values, of each layer, [B, h, length, d]."""
 
     def open(self, columns: int, rows: Sequence[int]) -> None:
-        """The next steps are of these slots, and read and write columns of the target's before this one, and `more`."""
+        """Prepare steps of these slots that use the target's columns up to `columns`, and `more`."""
         end = min(self.cache.length, columns + self.more)
         self.cache.reserve(end)
         self.cache.gather(rows)
@@ -49,7 +49,7 @@ class StaticCache:
         return there
 
     def within(self, layout: PassLayout) -> TracedCache:
-        """What layers are given in one pass."""
+        """The cache for layers in one pass."""
         return TracedCache(self.layers, self.buffers, layout)
 
 
@@ -59,9 +59,9 @@ class StaticPass(Stays):
     def __init__(
         self, target: Any, cache: SlotCache, parents: Sequence[int] | None, taps: tuple[int, ...], more: int = 0
     ):
-        """parents: None where trees differ.  more: as in `StaticCache`.
+        """parents: None if trees differ.  more: as in `StaticCache`.
 
-        Raises NoStatic for a target whose passes can't be traced.
+        Raises NoStatic if the target's passes can't be traced.
         """
         self.target, self.caches, self.parents, self.taps = target, [StaticCache(cache, more)], parents, taps
         self.traced = traced(target, cache)
@@ -74,7 +74,7 @@ class StaticPass(Stays):
         self.mask, self.depths = _with_one_more(*Draft(rows, above(parents, slots, device), sizes).rows())
 
     def verify(self, slots: StaticSlots, draft: Draft, nodes: int) -> Scores:
-        # one row more than any pass has: a number of nodes that stays open may then be all of them
+        # one more row than any pass has, so that a dynamic number of nodes can be all of them
         drafted = pad(draft.tokens.clamp(0, self.target.spec.vocabulary - 1), (0, 1))
         mask, depths = _with_one_more(*draft.rows()) if self.parents is None else (self.mask, self.depths)
         mask, depths = mask[:, : nodes + 1, : nodes + 1].contiguous(), depths[:, : nodes + 1].contiguous()
@@ -107,28 +107,28 @@ class StaticPass(Stays):
 
 
 def _with_one_more(mask: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
-    """What `Draft.rows` returns, and a row that nobody reads."""
+    """The output of `Draft.rows` with an unused row added."""
     return pad(mask, (0, 1, 0, 1)).contiguous(), pad(depths, (0, 1)).contiguous()
 
 
 def traced(target: Any, cache: SlotCache) -> nn.Module:
-    """The target's pass as a function of tensors, by our kernels where they serve it."""
+    """The target's pass as a function of tensors, by our kernels if they are used for it."""
     step: Any = getattr(target, "step", None)
     if not isinstance(step, CompiledStep):
-        raise NoStatic(f"{target.spec.name} is not one model of transformers")
+        raise NoStatic(f"{target.spec.name} is not a single transformers model")
     try:
         step.model()
     except NotCompiled as error:
         raise NoStatic(str(error)) from error
     if target.spec.mode == "off":
-        raise NoStatic(f"{target.spec.name} can verify no drafts")
+        raise NoStatic(f"{target.spec.name} can't verify drafts")
     return step.graph.traced if isinstance(step.graph, CudaGraphs) else TracedPass(target, cache.layers)
 
 
 def made(target: Any, cache: SlotCache) -> SlotCache:
-    """The cache with the buffers of all layers, which a pass makes.  Raises NoStatic for a family's own cache."""
+    """The cache with the buffers of all layers, created by a pass.  Raises NoStatic for a family's own cache."""
     if not isinstance(cache, SlotCache):
-        raise NoStatic(f"{target.spec.name} has a cache of its own")
+        raise NoStatic(f"{target.spec.name} has its own kind of cache")
     if not cache.layers:
         target.prefill(cache, [0], torch.zeros(1, 1, dtype=torch.int64, device=target.device), [1], ())
         cache.free([0])

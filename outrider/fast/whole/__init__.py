@@ -1,1 +1,1 @@
-"""Steps as one call: verify, accept, commit, observe, propose, without the host in between."""
+"""Whole steps in one call: verify, accept, commit, observe and propose without the host in between."""

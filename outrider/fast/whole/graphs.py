@@ -1,6 +1,6 @@
-"""Captures of a whole step of a batch: for each number of columns, a multiple of `COLUMNS`, and of verified nodes.
+"""Captures of a whole step of a batch, for each number of columns, a multiple of `COLUMNS`, and of verified nodes.
 
-Whatever else a step depends on is in tensors that stay, or in the `Kind` of the live requests.  B slots, N nodes.
+Everything else that a step depends on is in fixed tensors, or in the `Kind` of the live requests.  B slots, N nodes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from outrider.fast.static.step import StaticStep
 from outrider.kernels import prepacked
 
 MAX_CAPTURES = 16
-"""Captures of a batch that are stored; texts grow, so older ones are seldom used again."""
+"""Most stored captures of a batch; texts grow, so older ones are rarely used again."""
 WIDTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
-"""Verified nodes that are captured, and all of a draft."""
+"""Captured numbers of verified nodes, besides a whole draft."""
 
 
 def again(function: Callable[[], Outputs]) -> tuple[Callable[[], object], Outputs]:
-    """The recorder of a device without graphs: runs the function again into the same outputs."""
+    """The recorder for devices without graphs: runs the function again into the same outputs."""
     outputs = function()
 
     def replay() -> None:
@@ -39,15 +39,15 @@ class StepGraphs:
         self.parts, self.recorder, self.rows = parts, recorder, [*range(len(parts.slots.anchor))]
         self.captures: dict[tuple[int, int], tuple[Callable[[], object], Tensor]] = {}
         self._there: Tensor | None = None
-        """Where packets arrive, pinned on a GPU's host."""
+        """Memory for packets on the host, pinned for a GPU."""
         self._sizes: list[int] = []
 
     def write_back(self) -> None:
-        """Every slot's tensors are always up to date."""
+        """Does nothing: every slot's tensors are always up to date."""
 
     @torch.inference_mode()
     def set_sizes(self, sizes: Sequence[int], rows: Sequence[int]) -> None:
-        """As many nodes are verified of these slots' drafts."""
+        """Set how many nodes of these slots' drafts are verified."""
         every = [0] * len(self.rows)
         for row, size in zip(rows, sizes, strict=True):
             every[row] = size
@@ -56,8 +56,8 @@ class StepGraphs:
     @torch.inference_mode()
     @prepacked.enabled()
     def launch(self, columns: int, rows: Sequence[int], nodes: int) -> list[list[int]]:
-        """Advance all slots, of which `rows` are live.  columns: none of their texts, with what is verified, is
-        longer.  Waits for what the step did to them."""
+        """Advance all slots, of which `rows` are live; returns their packets.  columns: length of their longest text
+        with its verified nodes."""
         most = self.parts.drafter.nodes
         nodes = min(next((width for width in WIDTHS if width >= nodes), most), most)
         columns = self._open(columns + most)
@@ -77,13 +77,13 @@ class StepGraphs:
         for there in self.parts.caches:
             there.open(columns, self.rows)
         sizes = [there.cache.stacks.columns for there in self.parts.caches]
-        if sizes != self._sizes:  # a buffer that has grown lies elsewhere
+        if sizes != self._sizes:  # a buffer that has grown has another address
             self.captures.clear()
         self._sizes = sizes
         return columns
 
     def _recorded(self, nodes: int) -> tuple[Callable[[], object], Tensor]:
-        """A recorder runs the step, some more than once: afterwards every slot stands where it stood."""
+        """Record the step.  A recorder runs it, perhaps several times, so every slot's state is restored."""
         before = [tensor.clone() for tensor in self.parts.tensors]
 
         def run() -> list[Tensor | list[Tensor]]:

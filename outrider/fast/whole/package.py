@@ -1,7 +1,7 @@
-"""A whole step compiled for a CPU: one call of a package, over the slots that are live and no others.
+"""A whole step compiled for a CPU: one call of a package, over only the live slots.
 
-The package is that of `fast.static.step.step`, with passes, acceptance and all that is written for the next step; it
-reads the weights where they are.  B slots, N nodes, n of them verified.
+The package is that of `fast.static.step.step`, with passes, acceptance and the draft for the next step; it reads the
+weights in memory.  B slots, N nodes, n of them verified.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outrider.sampling import distribution
 from outrider.storage.sources import code
 
 SLOTS, LENGTH = 3, 48
-"""Of the batch that is traced."""
+"""Sizes of the traced batch."""
 
 
 class CompiledWholeStep(Compiled):
@@ -35,7 +35,7 @@ class CompiledWholeStep(Compiled):
     name = "whole-step"
 
     def __init__(self, parts: StaticStep, kind: Kind):
-        """parts: of `SLOTS` slots."""
+        """parts: with `SLOTS` slots."""
         super().__init__()
         self.parts, self.kind, self.traced = parts, kind, _Traced(parts)
 
@@ -59,7 +59,7 @@ class CompiledWholeStep(Compiled):
         rows = {0: Dim("rows", min=2, max=1024)}
         caches, columns, buffers = self.parts.caches, list[Any](), list[Any]()
         for n, there in enumerate(caches):
-            there.cache.reserve(there.cache.length)  # longer than the end: equal sizes would be traced as one
+            there.cache.reserve(there.cache.length)  # longer than the end, since equal sizes would be traced as one
             there.open(LENGTH // 2 + n, range(SLOTS))
             columns.append({0: Dim(f"end{n}", min=3, max=2**20)})
             length = {2: Dim(f"length{n}", min=4, max=2**20)}
@@ -73,7 +73,7 @@ class CompiledWholeStep(Compiled):
         )  # fmt: skip
 
     def compare(self, graph: Runnable) -> str:
-        """Its texts are compared with plain ones before it is used, see `runner`."""
+        """Always "": its texts are compared with plain ones before it is used, see `runner`."""
         return ""
 
     def _pays(self, graph: Runnable) -> bool:
@@ -81,7 +81,7 @@ class CompiledWholeStep(Compiled):
 
 
 class _Traced(nn.Module):
-    """What is compiled: the step, over tensors that are given."""
+    """The compiled module: the step over the given tensors."""
 
     def __init__(self, parts: StaticStep):
         super().__init__()
@@ -91,7 +91,7 @@ class _Traced(nn.Module):
     def forward(
         self, ends: Tensor, nodes: Tensor, tensors: list[Tensor], columns: list[Tensor], buffers: list[Tensor]
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """The step's packet, and for trees the accepted path [B, D], whose columns are not moved."""
+        """The step's packet, and for trees the accepted path [B, D], whose columns are not moved yet."""
         caches, at = [], 0
         for there, its_columns in zip(self.parts.caches, columns, strict=True):
             caches.append(there.over(its_columns, buffers[at : at + len(there.buffers)]))
@@ -108,24 +108,25 @@ class StepPackage:
     def __init__(self, parts: StaticStep, compiled: CompiledWholeStep):
         self.parts, self.graph = parts, compiled.graph
         self.rows: Sequence[int] = ()
-        self._own: list[Tensor] = []
-        """Tensors of these slots: slices or, where they are not side by side, copies."""
+        self._tensors: list[Tensor] = []
+        """Tensors of these slots: slices, or copies if the slots are not contiguous."""
         self._copied: Tensor | None = None
         self._nodes = torch.arange(parts.drafter.nodes)
 
     @torch.inference_mode()
     def set_sizes(self, sizes: Sequence[int], rows: Sequence[int]) -> None:
-        """As many nodes are verified of these slots' drafts."""
+        """Set how many nodes of these slots' drafts are verified."""
         self._take(rows)
-        parts = self.parts.over(self._own, self.parts.caches)
+        parts = self.parts.over(self._tensors, self.parts.caches)
         parts.draft.sizes.copy_(torch.tensor(sizes))
 
     def launch(self, columns: int, rows: Sequence[int], nodes: int) -> list[list[int]]:
-        """Advance these slots.  columns: none of their texts, with what is verified, is longer."""
+        """Advance these slots; returns their packets.  columns: length of their longest text with its verified
+        nodes."""
         self._open(columns, rows)
         caches, most = self.parts.caches, len(self._nodes)
         verified = self._nodes[: max(nodes, 1) if most > 2 else most]
-        arguments = self.parts.ends, verified, self._own, [there.columns for there in caches], _buffers(caches)
+        arguments = self.parts.ends, verified, self._tensors, [there.columns for there in caches], _buffers(caches)
         packet, *paths = self.graph.forward(*arguments)
         packets: list[list[int]] = packet.tolist()
         if paths:
@@ -139,25 +140,25 @@ class StepPackage:
 
     @torch.inference_mode()
     def write_back(self) -> None:
-        """Every slot's tensors are up to date afterwards; called before others write any of them."""
+        """Bring every slot's tensors up to date; called before anything else writes to them."""
         if self._copied is not None:
-            for tensor, part in zip(self.parts.tensors, self._own, strict=True):
+            for tensor, part in zip(self.parts.tensors, self._tensors, strict=True):
                 tensor[self._copied] = part
-        self.rows, self._own, self._copied = (), [], None
+        self.rows, self._tensors, self._copied = (), [], None
 
     @torch.inference_mode()
     def _take(self, rows: Sequence[int]) -> None:
         if rows == self.rows:
             return
         self.write_back()
-        side_by_side = slice(rows[0], rows[0] + len(rows))
+        contiguous = slice(rows[0], rows[0] + len(rows))
         self.rows = [*rows]
-        self._copied = None if self.rows == [*range(side_by_side.start, side_by_side.stop)] else torch.tensor(self.rows)
-        index = side_by_side if self._copied is None else self._copied
-        self._own = [tensor[index] for tensor in self.parts.tensors]
+        self._copied = None if self.rows == [*range(contiguous.start, contiguous.stop)] else torch.tensor(self.rows)
+        index = contiguous if self._copied is None else self._copied
+        self._tensors = [tensor[index] for tensor in self.parts.tensors]
 
     def _move(self, packets: list[list[int]], paths: list[list[int]]) -> None:
-        """Have each slot's accepted nodes follow its anchor in the target's cache."""
+        """Move each slot's accepted nodes after its anchor in the target's cache."""
         cache, drafter = self.parts.target.caches[0].cache, self.parts.drafter
         for row, packet, path in zip(self.rows, packets, paths, strict=True):
             outcome = SlotResult.read(packet, drafter)

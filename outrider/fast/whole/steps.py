@@ -1,9 +1,9 @@
-"""A whole step in one call: verify, accept, commit, observe and propose the next draft, with no host between them.
+"""A whole step in one call: verify, accept, commit, observe and propose the next draft, without the host in between.
 
-It is a graph on a CUDA device and, where one was built, a package on a CPU.  Between two calls the host reads what was
-committed and what was drafted, a policy says how much of that is verified next, and slots come and go.  A slot's state
-is in tensors while it is here; it enters from the drafter's memory, also in the middle of a text, and leaves to it, so
-that steps which need the host can be taken in between.
+It is a graph on a CUDA device, and a package on a CPU if one was built.  Between two calls the host reads what was
+committed and drafted, a policy decides how much of the draft is verified next, and slots enter and leave.  While a slot
+is here, its state is in tensors; it is loaded from the drafter's memory, in the middle of a text too, and stored there
+when the slot leaves, so that steps which need the host can be taken in between.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class WholeSteps:
         self, target: Any, drafter: Drafter, slots: int, length: int, ends: frozenset[int], kernels: Any = None,
         recorder: Recorder | None = None, builds: bool = False,
     ):  # fmt: skip
-        """length: tokens of the longest text.  kernels: as `SamplingJudge.kernels`.  recorder: CUDA's graphs on a CUDA
-        device and the package on a CPU, unless given.  builds: a package that is not on disk is built.
+        """length: tokens of the longest text.  kernels: as `SamplingJudge.kernels`.  recorder: default CUDA graphs on a
+        CUDA device; a CPU uses the package.  builds: whether missing packages are built.
 
-        Raises NoStatic where steps of this target and drafter can't be tensors alone.
+        Raises NoStatic if steps of this target and drafter can't run on tensors only.
         """
         self.target, self.drafter, self.length, self.builds = target, drafter, length, builds
         self.recorder = recorder or (cuda_graphs.cuda_graph if target.device.type == "cuda" else None)
@@ -56,41 +56,41 @@ class WholeSteps:
         self.slots = StaticSlots.empty(slots, target.device)
         self.ends = torch.tensor(sorted(ends), dtype=torch.int64, device=target.device)
         self.halves: dict[bool, StaticStep] = {}
-        """By whether all requests are greedy."""
+        """Steps for greedy requests and for others."""
         self.launchers: dict[Kind, StepGraphs | StepPackage | None] = {}
         self.kind: Kind | None = None
-        """Of the slots that are here."""
+        """Kind of the slots that are here."""
         self.waiting: dict[int, PendingDraft] = {}
-        """By slot that is here: its draft."""
+        """The pending draft of each slot that is here."""
         self._for: tuple[list[int] | None, Kind | None] = None, None
-        """Live slots that were last asked about, and their kind."""
+        """The live slots of the last call of `_kind`, and their kind."""
         self.drafts = self._half(is_greedy=True).drafter.nodes > 0
-        """Whether there is a drafter here; without one every step is plain, and in one call all the same."""
+        """Whether there is a drafter; without one every step is plain, but still one call."""
         parts = (target.model, self.halves[True].drafter.model)
         self.contents = Contents(nn.ModuleList(each for each in parts if each is not None))
         self.contents.changes()
 
     def renew(self) -> None:
-        """The drafter has other weights of the same shapes from now on; no slot is here."""
+        """Take over new weights of the drafter, with the same shapes; no slot may be here."""
         self.halves, self.launchers = {}, {}
         self._half(is_greedy=True)
 
     def serves(self, target: Any, drafter: Drafter, slots: int, length: int, ends: frozenset[int]) -> bool:
-        """Whether it can take steps of another batch; it must have no slot of one."""
+        """Whether it can take the steps of this batch, with no slot of another one left."""
         is_same = self.drafter is drafter or not (self.drafts or drafter.limit)
         is_same = is_same and self.target is target and self.ends.tolist() == sorted(ends)
         fits = is_same and len(self.slots.anchor) == slots and self.length >= length
         return fits and not self.waiting and not self.contents.changes()
 
     def end(self) -> None:
-        """The batch is over: the next one of its drafter, or of its target without one, may have this runner."""
+        """End the batch, and offer this runner to the next one of its drafter, or of its target without one."""
         self._for = None, None
         vars(self.drafter if self.drafts else self.target)["whole"] = self
 
-    # ── what can be taken ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── which steps can be whole ──────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self, state: DecodeState) -> bool:
-        """Whether these live slots can take a whole step now.  Slots that are here leave where they can't."""
+        """Whether these live slots can take a whole step now.  If not, slots that are here leave."""
         kind = self._kind(state)
         if kind is None or self._launcher(kind) is None:
             self.leave(state)
@@ -110,7 +110,7 @@ class WholeSteps:
         return kind
 
     def made(self, samplings: Sequence[Sampling], shared_noise: bool) -> None:
-        """Make what takes steps of such requests.  Raises NoStatic where nothing does."""
+        """Create the launcher for these requests.  Raises NoStatic if there can be none."""
         kind = self._kind_of(samplings, shared_noise)
         if kind is None:
             raise NoStatic("these requests need the host")
@@ -122,7 +122,7 @@ class WholeSteps:
         return kind if kind is None or self.drafts else kind._replace(has_seeded=False)
 
     def _launcher(self, kind: Kind) -> StepGraphs | StepPackage | None:
-        """What takes steps of this kind; None where nothing does."""
+        """The launcher for steps of this kind; None if there can be none."""
         if kind not in self.launchers:
             try:
                 self.launchers[kind] = self._made(kind)
@@ -145,7 +145,7 @@ class WholeSteps:
                 drafter = self.drafter.static(self.memory, is_greedy) if self.drafter.limit else StaticDrafter()
             passes = StaticPass(target, self.cache, None if drafter.varies else drafter.parents, self.drafter.taps)
             if not passes.is_chain and target.spec.mode != "tree":
-                raise NoStatic(f"{target.spec.name} verifies chains alone, and the drafter's tree has branches")
+                raise NoStatic(f"{target.spec.name} verifies only chains, but the drafter's tree has branches")
             dtype = torch.float64 if target.spec.dtype == "float64" else torch.float32  # as of `distribution.wide`
             draft = StaticDraft(len(self.slots.anchor), drafter, vocabulary, target.device, dtype)
             rule = Kind(is_greedy, False).rule(self.kernels)
@@ -153,15 +153,14 @@ class WholeSteps:
         return self.halves[is_greedy]
 
     def _compiled(self, kind: Kind) -> CompiledWholeStep:
-        """The package of these steps, which its model stores for later batches.  Raises NoStatic where there is
-        none."""
-        if not is_compiled(self.target) or kind.rank > max(RANKS):  # a CPU would order all tokens for long
+        """The package of these steps, stored in its model for later batches.  Raises NoStatic if there is none."""
+        if not is_compiled(self.target) or kind.rank > max(RANKS):  # sorting all tokens is slow on a CPU
             raise NoStatic("such steps are not compiled")
         drafter = self._half(kind.is_greedy).drafter
         packages = vars(drafter.model or self.target.model).setdefault("whole_steps", {})
         key = kind, drafter.nodes, drafter.varies, tuple(drafter.parents)
         if key not in packages:
-            # few slots to trace, and never traced itself
+            # traced with few slots, in a separate batch
             few = WholeSteps(self.target, self.drafter, SLOTS, LENGTH, frozenset({0, 1}), recorder=again)
             packages[key] = CompiledWholeStep(few._made(kind).parts, kind)
         try:
@@ -195,7 +194,7 @@ class WholeSteps:
         return accepted, errors
 
     def _entered(self, state: DecodeState) -> StepGraphs | StepPackage:
-        """Have all live slots here.  The first step of one that is new verifies no draft."""
+        """Let all live slots enter.  The first step of a new one verifies no draft."""
         kind = self._kind(state)
         launcher = self.launchers[kind] if kind is not None else None
         assert launcher is not None and kind is not None
@@ -255,21 +254,21 @@ class WholeSteps:
                 errors[row] = error_of(float("nan"), False, state.requests[row], where)
         return accepted, errors
 
-    # ── slots that go ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── slots that leave ──────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.inference_mode()
     def free(self, rows: Sequence[int]) -> None:
-        """The requests in these slots are over; called before their caches are freed."""
+        """The requests in these slots have ended; called before their caches are freed."""
         gone = [row for row in rows if row in self.waiting]
         if gone:
-            self._write_back()  # before others write some of the tensors, and the next request's prompt does
+            self._write_back()  # before anything else writes the tensors, such as the next request's prompt
         for row in gone:
             self.slots.leave(row)
             del self.waiting[row]
 
     @torch.inference_mode()
     def leave(self, state: DecodeState) -> None:
-        """All slots go back to the drafter's memory; their drafts are dropped, whatever they say."""
+        """Store all slots in the drafter's memory, and drop their drafts."""
         state.undrafted = set()
         if self.kind is None:
             return
@@ -285,8 +284,8 @@ class WholeSteps:
             launcher.write_back()
 
     def _note_length(self, row: int, state: DecodeState) -> None:
-        """Tell the caches how long a text is, so that slots that are moved lose nothing: the target has not read its
-        anchor, a drafter may have."""
+        """Set the length of a text in the caches, so that slots can be moved.  The target has not read its anchor, a
+        drafter may have."""
         assert self.kind is not None
         length = len(state.tokens[row])
         self.cache.lengths[row] = length - 1
@@ -295,13 +294,13 @@ class WholeSteps:
 
 
 def is_usual(judge: Judge) -> bool:
-    """Whether a judge accepts by the usual rule, and looks at no draft or scores for somebody."""
+    """Whether a judge accepts by the usual rule and does not inspect drafts or scores."""
     kind = type(judge)
     is_own = isinstance(judge, SamplingJudge) and judge.rule is None
     return is_own and kind.__call__ is SamplingJudge.__call__ and kind.observe is SamplingJudge.observe
 
 
 def is_compiled(target: Any) -> bool:
-    """Whether this target's passes are a package, or captured, and nobody watches them."""
+    """Whether this target's passes are a package or captured, and its `verify` is not replaced."""
     is_own = isinstance(target, TransformersTarget) and "verify" not in vars(target)
     return is_own and isinstance(target.step.graph, Graph | CudaGraphs)
