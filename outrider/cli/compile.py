@@ -52,8 +52,8 @@ def compile(
         else:
             console.remark(f"{drafter} has no passes to compile", "dim")
     if whole:
-        for what, asked in (("greedy", Sampling()), ("drawn", Sampling(temperature=1.0))):
-            _say(what, "whole steps", build_whole(loaded, built, asked))
+        for what, sampling in (("greedy", Sampling()), ("drawn", Sampling(temperature=1.0))):
+            _say(what, "whole steps", build_whole(loaded, built, sampling))
 
 
 def _say(what: str, name: str, seconds: float) -> None:

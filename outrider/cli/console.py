@@ -172,7 +172,7 @@ class Forecast:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough steps were timed for an estimate; it takes more answers, since those of a batch end in bursts."""
+        """Whether enough steps were timed for an estimate; answers of a batch end in bursts and need more of them."""
         count = len(self.steps)
         return self.is_steady or count >= min(0.05 * self.total, BURST) or self.at - self.began > 120
 

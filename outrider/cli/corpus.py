@@ -24,17 +24,17 @@ CorpusFolder = Annotated[
 def corpus_list(folder: CorpusFolder = None, json_to: JsonTo = None) -> None:
     """List the corpora there are."""
     place_of_json(json_to)
-    found = [_corpus_row(name, folder) for name in corpora.names(folder)]
+    rows = [_corpus_row(name, folder) for name in corpora.names(folder)]
     columns = ("corpus", *NUMBERS, "tokenizer", "made", "")
     table = console.table(*columns, right=NUMBERS)
-    for row in found:
+    for row in rows:
         if row["error"] is None:
             sizes = [counted(row["documents"]), counted(row["tokens"]), sized(row["size_bytes"])]
             table.add_row(row["name"], *sizes, row["tokenizer_hash"], row["made"][:10], "")
         else:
             table.add_row(row["name"], *[""] * 5, row["error"], style="yellow")
     nothing = f"no corpora in {folder or corpora.home()}; make one: outrider corpus add NAME FILES"
-    present(json_to, found, table if found else nothing)
+    present(json_to, rows, table if rows else nothing)
 
 
 def _corpus_row(name: str, folder: Path | None) -> dict[str, Any]:

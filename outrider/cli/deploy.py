@@ -65,28 +65,28 @@ def deploy(
     """Print the command with which an engine serves a draft, and write what a deployment needs."""
     quiet()
     place_of_json(json_to)
-    to, found = engine_name(to), commands.draft_of(draft, target, kind, format)
+    to, deployed = engine_name(to), commands.draft_of(draft, target, kind, format)
     version = engine_version or (None if python is None else commands.installed(to, python))
     wish = Wish(tokens, width, cutoff, port=port, tensor_parallel=tensor_parallel)
     if schedule is not None:
         wish = commands.scheduled(to, wish, schedule)
     if out is not None:
         wish = replace(wish, files=f"{out}/settings")
-    command = commands.command(to, found, wish, version)
+    command = commands.command(to, deployed, wish, version)
     if command.files and out is None and to != "transformers":
         remark(f"          it reads {', '.join(command.files)}, which --out FOLDER writes")
-    _say(found, command, only_print)
+    _say(deployed, command, only_print)
     if out is not None:
         place = manifests.Place(name, image, gpus=wish.tensor_parallel if gpus is None else gpus)
-        remark(f"          written to {out}: {', '.join(manifests.write(out, to, found, wish, place, version))}")
-    write_json(json_to, command.plain(found))
+        remark(f"          written to {out}: {', '.join(manifests.write(out, to, deployed, wish, place, version))}")
+    write_json(json_to, command.plain(deployed))
 
 
 def _say(draft: Draft, command: Command, only_print: bool) -> None:
     if not only_print:
         what = draft.kind if draft.folder is None else f"{draft.kind} in {draft.place} ({draft.format})"
-        asked = ", not asked for: the flags are of this version" if command.is_assumed else ""
-        title = f"{engine_of(command.engine).title} {command.version.removeprefix('vLLM ')}{asked}"
+        assumed = ", not asked for: the flags are of this version" if command.is_assumed else ""
+        title = f"{engine_of(command.engine).title} {command.version.removeprefix('vLLM ')}{assumed}"
         say(f"deploy    {what} for {draft.target}, with {title}")
         for note in command.notes:
             say(f"          {note}")

@@ -41,8 +41,8 @@ def _speed_table() -> console.PlainTable:
     heads = [*(f"{rows} row{'s' * (rows != 1)}" for rows in machine.ROWS), machine.TRAINING]
     what = f"ms for {machine.LAYERS} products of {machine.WIDTH} x {machine.WIDTH}"
     table = console.table(what, *heads, right=heads)
-    for way, own in measured.items():
-        table.add_row(way, *(f"{own[column]:.3g}" if column in own else "" for column in columns))
+    for way, times in measured.items():
+        table.add_row(way, *(f"{times[column]:.3g}" if column in times else "" for column in columns))
     return table
 
 
@@ -50,8 +50,8 @@ def examine() -> list[dict[str, Any]]:
     """What this machine has: [{what, found, ok, advice}]."""
     checks: list[dict[str, Any]] = []
 
-    def add(what: str, found: object, ok: bool = True, advice: str = "") -> None:
-        checks.append({"what": what, "found": str(found), "ok": ok, "advice": "" if ok else advice})
+    def add(what: str, value: object, ok: bool = True, advice: str = "") -> None:
+        checks.append({"what": what, "found": str(value), "ok": ok, "advice": "" if ok else advice})
 
     add("python", platform.python_version(), sys.version_info >= (3, 11), "use Python 3.11 or later")
     for package in ("outrider", "torch", "transformers", "datasets", "safetensors"):

@@ -29,11 +29,11 @@ def drafters(kind: Kind = None, json_to: JsonTo = None) -> None:
         _print_settings(kind, json_to)
         return
     table = console.table("kind", "of", "trains", "taps", "summary")
-    found = sorted(map(about, kinds()), key=lambda entry: (entry["of"] == LAB, entry["of"] != CORE, entry["kind"]))
-    for entry in found:
+    entries = sorted(map(about, kinds()), key=lambda entry: (entry["of"] == LAB, entry["of"] != CORE, entry["kind"]))
+    for entry in entries:
         trains, taps = ("yes" if entry[key] else "no" for key in ("trains", "taps"))
         table.add_row(entry["kind"], entry["of"], trains, taps, entry["summary"])
-    console.present(json_to, found, table)
+    console.present(json_to, entries, table)
 
 
 def _print_settings(kind: str, json_to: str | None) -> None:
@@ -41,8 +41,10 @@ def _print_settings(kind: str, json_to: str | None) -> None:
         raise ConfigError(
             f"{kind!r} is a section, not a drafter; `outrider show --help-settings {kind}` prints its settings"
         )
-    found = settings.section(kind)
-    console.present(json_to, [setting._asdict() for setting in found.settings], heading(found), settings_table(found))
+    section = settings.section(kind)
+    console.present(
+        json_to, [setting._asdict() for setting in section.settings], heading(section), settings_table(section)
+    )
 
 
 def about(kind: str) -> dict[str, Any]:

@@ -70,21 +70,21 @@ def export(
     folder = exporting.export(source, to, out, target, precision)
     rounded = f", rounded to {precision}" if precision else ""
     size = sum(path.stat().st_size for path in folder.iterdir())
-    own = whole(source.folder) / "model.safetensors"
-    mine = f" (our own weights: {sized(own.stat().st_size)})" if source.format is None else ""
+    weights = whole(source.folder) / "model.safetensors"
+    original = f" (our own weights: {sized(weights.stat().st_size)})" if source.format is None else ""
     say(
-        f"export    {source.kind} as {chosen.text}: {sized(size)} in {folder}{mine}; every weight reads back "
+        f"export    {source.kind} as {chosen.text}: {sized(size)} in {folder}{original}; every weight reads back "
         f"equal{rounded}"
     )
     say(f"          {folder / card.NAME} is its model card: add the licence before you publish it")
-    found = {
+    summary = {
         "kind": source.kind,
         "format": chosen.format,
         "engine": chosen.engine,
         "folder": str(folder),
         "size_bytes": size,
     }
-    write_json(json_to, found)
+    write_json(json_to, summary)
 
 
 def is_target(name: str) -> bool:
@@ -107,8 +107,8 @@ def _export_target(name: str, to: str, out: Path, precision: str | None, json_to
         folder, how = pass_on(name, files, out), "as it is"
     else:
         # a CPU loads it in float32, of which half would be zeros in the file
-        own = precision or DEFAULT.get(sketch(name).spec.dtype)
-        folder = export_target(load_target(name, compile=False), out, own)
+        stored = precision or DEFAULT.get(sketch(name).spec.dtype)
+        folder = export_target(load_target(name, compile=False), out, stored)
         how = "every weight reads back equal" + (f", rounded to {precision}" if precision else "")
     size = sum(path.stat().st_size for path in folder.iterdir())
     say(f"export    target {name} as gguf: {sized(size)} in {folder}; {how}")

@@ -142,9 +142,9 @@ def _budgeted(place: Path, values: dict[str, str], minutes: float, began: float)
     on_paper = sketch(yaml.safe_load(values["target"]))
     budget.refuse_too_large(on_paper)
     length = min(LENGTH, on_paper.spec.context or LENGTH)
-    own = {"kind": "mix", "members": [f"runs/{place.stem}/checkpoint", "suffix"], "nodes": 6}
+    mixture = {"kind": "mix", "members": [f"runs/{place.stem}/checkpoint", "suffix"], "nodes": 6}
     values |= {
-        "baselines": _plain(["ngram", "suffix", own]), "length": str(length), "answer": str(7 * length // 12)
+        "baselines": _plain(["ngram", "suffix", mixture]), "length": str(length), "answer": str(7 * length // 12)
     }  # fmt: skip
     draft = yaml.safe_load((FILE + BUDGETED).format(**values, count=MOST, steps=1, prompts=1, minutes="{}"))
     draft |= {"name": place.stem, "target": {"name": draft["target"]}}
@@ -161,15 +161,15 @@ def _budgeted(place: Path, values: dict[str, str], minutes: float, began: float)
             prompts.append(dialogue.tokens)
     rates = budget.measured(settings, target, prompts)
     here, there = f"{minutes:g} minutes", len(inputs.conversations)
-    found = budget.planned(settings, rates, 60 * minutes - (time.monotonic() - began), there)
+    planned = budget.planned(settings, rates, 60 * minutes - (time.monotonic() - began), there)
     longer = budget.planned(settings, rates, 4 * 60 * minutes, there)
-    say(f"{here} on {machine.describe(target.device)}: {found.line}\n{4 * minutes:g} minutes would be {longer.line}")
+    say(f"{here} on {machine.describe(target.device)}: {planned.line}\n{4 * minutes:g} minutes would be {longer.line}")
     sizes = "".join(f"\n  {key}: {_plain(value)}" for key, value in draft["drafter"].items() if key != "kind")
-    planned = {stage: round(value, 2) for stage, value in found.minutes.items()}
+    stage_minutes = {stage: round(value, 2) for stage, value in planned.minutes.items()}
     file = (FILE.rstrip() + sizes + "\n" + BUDGETED).format(
-        **values, count=found.answers, steps=found.steps, prompts=found.prompts, minutes=_plain(planned)
+        **values, count=planned.answers, steps=planned.steps, prompts=planned.prompts, minutes=_plain(stage_minutes)
     )
-    return f"# {here} on {machine.describe(target.device)}: {found.line}\n{file}"
+    return f"# {here} on {machine.describe(target.device)}: {planned.line}\n{file}"
 
 
 def _ask(flag: str, question: str, default: str) -> str:

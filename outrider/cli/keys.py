@@ -30,11 +30,11 @@ def keys_add(
 def keys_list(file: KeyFile, json_to: JsonTo = None) -> None:
     """List the names that have a key."""
     place_of_json(json_to)
-    found = [key.model_dump(exclude={"salt", "sha256"}) for key in keys.read(file)]
+    key_rows = [key.model_dump(exclude={"salt", "sha256"}) for key in keys.read(file)]
     table = console.table("name", "made", "requests at once", right=("requests at once",))
-    for one in found:
+    for one in key_rows:
         table.add_row(one["name"], one["made"], str(one["concurrent"] or "the server's"))
-    present(json_to, found, table if found else f"{file} holds no key")
+    present(json_to, key_rows, table if key_rows else f"{file} holds no key")
 
 
 def keys_revoke(file: KeyFile, name: Name) -> None:

@@ -18,12 +18,12 @@ LearnedFolder = Annotated[
 def learning_log(folder: LearnedFolder, json_to: JsonTo = None) -> None:
     """Print what was trained, compared, served, refused and rolled back, the oldest first."""
     place_of_json(json_to)
-    found = Folder(folder)
-    events, version = found.events(), found.state().version
+    learned = Folder(folder)
+    events, version = learned.events(), learned.state().version
     table = console.table("time", "version", "what", "figures", right=("version",))
     for event in events:
         table.add_row(event["time"], str(event.get("version", "")), event["event"], _figures(event))
-    last = f"version {version} is served; the checkpoint is {found.current}"
+    last = f"version {version} is served; the checkpoint is {learned.current}"
     present(json_to, {"version": version, "events": events}, table if events else "nothing has been done yet", last)
 
 

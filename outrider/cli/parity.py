@@ -105,7 +105,7 @@ def parity(
             loaded, read[:count], built, max_new_tokens=max_new_tokens, slots=slots, ids=ids[:count], on_prompt=update
         )
     _say_greedy(greedy)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "target": loaded.spec.name, "drafter": name, "weights": weights, "greedy": greedy.as_json(), "sampled": None,
     }  # fmt: skip
     has_failed = greedy.verdict == "bug"
@@ -121,9 +121,9 @@ def parity(
                 slots=max(slots, 32), alpha=alpha, seed=seed, on_text=update,
             )  # fmt: skip
         _say_samples(drawn)
-        found["sampled"] = drawn.as_json()
+        results["sampled"] = drawn.as_json()
         has_failed = has_failed or drawn.verdict == "different"
-    write_json(json_to, found)
+    write_json(json_to, results)
     if has_failed:
         raise typer.Exit(1)
 
@@ -132,18 +132,18 @@ def _of_run_file(file: Path, overrides: list[str] | None) -> tuple[TransformersT
     """The run's target, its drafter (the trained one where it trains one), its name and its weights' checksum."""
     run, _ = load(file, overrides or [])
     loaded = target_of(run, Reporter())
-    kind, own = parted(run.drafter)
+    kind, settings = parted(run.drafter)
     if run.train is None:
-        return loaded, load_drafter(kind, loaded, **own), kind, checksum(kind)
+        return loaded, load_drafter(kind, loaded, **settings), kind, checksum(kind)
     folder = chosen(run.folder)
     return loaded, load_drafter(folder, loaded), kind, checksum(folder)
 
 
-def _say_greedy(found: GreedyComparison) -> None:
+def _say_greedy(comparison: GreedyComparison) -> None:
     table = console.table(
         "prompt", "tokens", "shared", "verdict", "margin", "strays", right=("tokens", "shared", "margin")
     )
-    for pair in found.pairs:
+    for pair in comparison.pairs:
         margin = (
             "-" if pair.margin is None else f"{pair.margin.units:.2f}" if pair.margin.units < 1e6 else "beyond rounding"
         )
@@ -158,18 +158,18 @@ def _say_greedy(found: GreedyComparison) -> None:
             style=STYLES.get(pair.verdict, "red"),
         )
     console.show(table)
-    verdicts = Counter(pair.verdict for pair in found.pairs)
+    verdicts = Counter(pair.verdict for pair in comparison.pairs)
     say(
-        f"          {verdicts['equal']} of {len(found.pairs)} texts equal, token for token; {verdicts['tie']} ties; "
-        f"margins in units of {found.dtype} rounding, up to {found.allowed:g} is a tie; no drafted token stands more "
-        f"than {found.worst:.2f} below the likeliest"
+        f"          {verdicts['equal']} of {len(comparison.pairs)} texts equal, {verdicts['tie']} ties; margins are in "
+        f"units of {comparison.dtype} rounding, up to {comparison.allowed:g} is a tie; every drafted token is within "
+        f"{comparison.worst:.2f} of the most likely one"
     )
-    _say_verdict(found.verdict)
+    _say_verdict(comparison.verdict)
 
 
-def _say_samples(found: Samples) -> None:
+def _say_samples(samples: Samples) -> None:
     table = console.table("test", "statistic", "chance", "allowed", "", right=("statistic", "chance", "allowed"))
-    for test in found.tests:
+    for test in samples.tests:
         table.add_row(
             test.name, f"{test.statistic:.4g}", f"{test.chance:.4f}", f"{test.allowed:.4f}",
             "differs" if test.differs else "",
@@ -177,10 +177,10 @@ def _say_samples(found: Samples) -> None:
         )  # fmt: skip
     console.show(table)
     say(
-        f"          {found.samples} texts of each of {found.prompts} prompts in each set; a total variation of "
-        f"{found.detectable:.3f} at one place would have been found four times in five; false alarms: {found.alpha:g}"
+        f"          {samples.samples} texts of each of {samples.prompts} prompts in each set; a total variation of "
+        f"{samples.detectable:.3f} at one position is detectable with 80 % power; false alarms: {samples.alpha:g}"
     )
-    _say_verdict(found.verdict)
+    _say_verdict(samples.verdict)
 
 
 def _say_verdict(verdict: str) -> None:
@@ -191,18 +191,18 @@ def _texts(paths: list[Path], json_to: str | None) -> None:
     """Compare two files of answers.  Exit code 1 where they differ."""
     if len(paths) != 2:
         raise ConfigError(f"--texts must be given 2 times, once for each file of answers, got {len(paths)}")
-    found = compare_texts(*paths)
+    comparison = compare_texts(*paths)
     table = console.table("prompt", "first difference", str(paths[0]), str(paths[1]))
-    for pair in found.pairs:
+    for pair in comparison.pairs:
         if pair.excerpts is not None:
             table.add_row(pair.id, f"character {pair.first_character}", *(repr(text) for text in pair.excerpts))
-    if found.equal < len(found.pairs):
+    if comparison.equal < len(comparison.pairs):
         console.show(table)
-    equal = f"{found.equal} of {len(found.pairs)} texts equal"
+    equal = f"{comparison.equal} of {len(comparison.pairs)} texts equal"
     say(f"          {equal}; tokens are unknown here, so a tie can't be told from a fault")
-    _say_verdict(found.verdict)
-    write_json(json_to, found.as_json())
-    if found.verdict == "different":
+    _say_verdict(comparison.verdict)
+    write_json(json_to, comparison.as_json())
+    if comparison.verdict == "different":
         raise typer.Exit(1)
 
 
@@ -252,19 +252,19 @@ def lm_eval(
         f"{'all' if limit is None else f'at most {limit}'} prompts of each, {slots} side by side"
     )
     with bar("tasks", len(names)) as update:
-        found = both(job, lambda stage, done, of: update(0, f"{stage}: {done} of {of}"))
-    _say_runs(found, margin)
+        runs = both(job, lambda stage, done, of: update(0, f"{stage}: {done} of {of}"))
+    _say_runs(runs, margin)
     write_json(
-        json_to, {"target": target, "drafter": drafter, "margin": margin, "tasks": [run.as_json() for run in found]}
+        json_to, {"target": target, "drafter": drafter, "margin": margin, "tasks": [run.as_json() for run in runs]}
     )
-    if not all(run.holds for run in found):
+    if not all(run.holds for run in runs):
         raise typer.Exit(1)
 
 
-def _say_runs(found: list[TaskRun], margin: float) -> None:
+def _say_runs(runs: list[TaskRun], margin: float) -> None:
     numbers = ("plain", "drafted", "equal", "plain s", "drafted s", "speed-up", "tokens per step")
     table = console.table("task", "metric", *numbers, "verdict", right=numbers)
-    for run in found:
+    for run in runs:
         for i, score in enumerate(run.scores):
             speed = (
                 f"{run.speedup:.2f}" if run.speedup else "-",
@@ -278,7 +278,7 @@ def _say_runs(found: list[TaskRun], margin: float) -> None:
                 style=STYLES.get(run.verdict, "red") if run.holds else "red",
             )  # fmt: skip
     console.show(table)
-    for run in found:
+    for run in runs:
         if run.cut:
             say(f"          {run.task}: {sentence(run.cut)}")
         if not run.holds and not run.is_sampled:

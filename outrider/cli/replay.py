@@ -18,10 +18,10 @@ from outrider.report.bootstrap import Interval
 from outrider.traffic.address import address_of
 from outrider.traffic.logs import traces
 from outrider.traffic.logs.traces import Trace
-from outrider.traffic.replay.compared import Compared
+from outrider.traffic.replay.comparison import TextComparison
 from outrider.traffic.replay.folder import check_paths
 from outrider.traffic.replay.plan import Plan, limits
-from outrider.traffic.replay.report import Replayed
+from outrider.traffic.replay.report import ReplayResult
 from outrider.traffic.replay.run import replay as send
 from outrider.traffic.replay.servers import check_servers
 
@@ -105,8 +105,8 @@ SAVING = {"log", "format", "calls", "over", "save", "redact", "skip_bad"}
 
 def _refuse_idle(context: typer.Context) -> None:
     """ConfigError where an option was given that has no effect with --save alone."""
-    given = lambda name: getattr(context.get_parameter_source(name or ""), "name", None) == "COMMANDLINE"
-    idle = [option.opts[0] for option in context.command.params if option.name not in SAVING and given(option.name)]
+    is_given = lambda name: getattr(context.get_parameter_source(name or ""), "name", None) == "COMMANDLINE"
+    idle = [option.opts[0] for option in context.command.params if option.name not in SAVING and is_given(option.name)]
     if idle:
         has = "has" if len(idle) == 1 else "have"
         named = ", ".join(idle)
@@ -132,7 +132,7 @@ def _describe(trace: Trace) -> None:
 # ── the report ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def report(result: Replayed) -> None:
+def report(result: ReplayResult) -> None:
     """One table: a column for each server, and the ratios to the first."""
     names = ["first", "second", "third", *(f"{place}th" for place in range(4, len(result.endpoints) + 1))]
     names = names[: len(result.endpoints)] if result.comparisons else ["server"]
@@ -161,47 +161,53 @@ def report(result: Replayed) -> None:
         _say(note)
 
 
-def rows(result: Replayed) -> list[list[str]]:
+def rows(result: ReplayResult) -> list[list[str]]:
     """A title and a cell for every server; after means, the ratios to the first server's."""
-    ends = result.endpoints
-    found = [["calls sent", *(str(one.sent) for one in ends)], ["answered", *(str(one.answered) for one in ends)]]
-    for kind, counts in (("failed", [one.failed for one in ends]), ("cut off", [one.cut_off for one in ends])):
-        for reason in sorted({reason for own in counts for reason in own}):
-            found.append([f"{kind}, {reason}", *(str(own[reason]) for own in counts)])
-    if any(one.retried for one in ends):
-        found.append(["sent more than once", *(str(one.retried) for one in ends)])
-    found.append(["answers/s", *(f"{one.answers_per_s:.2f}" for one in ends)])
-    found.append(["tokens/s", *(counted(one.tokens_per_s) if one.tokens else "unknown" for one in ends)])
+    endpoints = result.endpoints
+    rows = [
+        ["calls sent", *(str(one.sent) for one in endpoints)],
+        ["answered", *(str(one.answered) for one in endpoints)],
+    ]
+    for kind, counts in (
+        ("failed", [one.failed for one in endpoints]),
+        ("cut off", [one.cut_off for one in endpoints]),
+    ):
+        for reason in sorted({reason for failures in counts for reason in failures}):
+            rows.append([f"{kind}, {reason}", *(str(failures[reason]) for failures in counts)])
+    if any(one.retried for one in endpoints):
+        rows.append(["sent more than once", *(str(one.retried) for one in endpoints)])
+    rows.append(["answers/s", *(f"{one.answers_per_s:.2f}" for one in endpoints)])
+    rows.append(["tokens/s", *(counted(one.tokens_per_s) if one.tokens else "unknown" for one in endpoints)])
     for name, title in (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("gap_s", "gap"), ("e2e_s", "E2E")):
-        spreads = [spread._asdict() if (spread := getattr(one, name)) else {} for one in ends]
+        spreads = [spread._asdict() if (spread := getattr(one, name)) else {} for one in endpoints]
         for share in ("mean", "p50", "p95", "p99"):
             cells = [f"{spread[share] * 1e3:.1f}" if spread else "-" for spread in spreads]
             ratios = [_ratio(one.ratios.get(name)) for one in result.comparisons] if share == "mean" else []
-            found.append([f"{title if share == 'mean' else ' ' * len(title)} ms, {share}", *cells, *ratios])
+            rows.append([f"{title if share == 'mean' else ' ' * len(title)} ms, {share}", *cells, *ratios])
     if result.slo:
         within = ", ".join(f"{name} {limit * 1e3:g} ms" for name, limit in result.slo.items())
-        found.append([f"answers/s within {within}", *(f"{one.goodput_per_s or 0:.2f}" for one in ends)])
+        rows.append([f"answers/s within {within}", *(f"{one.goodput_per_s or 0:.2f}" for one in endpoints)])
     reported: dict[str, list[Mapping[str, Any] | None]] = {
-        "counters": [one.acceptance for one in ends],
-        "answers": [one.reported_acceptance for one in ends],
+        "counters": [one.acceptance for one in endpoints],
+        "answers": [one.reported_acceptance for one in endpoints],
     }
     for name, title in (("tokens_per_step", "tokens per step"), ("drafted", "drafted"), ("accepted", "accepted")):
-        for source, given in reported.items():
-            values = [None if own is None else own.get(name) for own in given]
+        for source, acceptances in reported.items():
+            values = [None if acceptance is None else acceptance.get(name) for acceptance in acceptances]
             if any(value is not None for value in values):
-                found.append([f"{title}, {source}", *map(_count, values)])
-    return found
+                rows.append([f"{title}, {source}", *map(_count, values)])
+    return rows
 
 
-def _ratio(found: Interval | None) -> str:
-    return "" if found is None else f"{found.center:.3f} [{found.low:.3f}, {found.high:.3f}]"
+def _ratio(interval: Interval | None) -> str:
+    return "" if interval is None else f"{interval.center:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
 
 
 def _count(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def _compared(what: str, compared: Compared) -> str:
+def _compared(what: str, compared: TextComparison) -> str:
     text = f"{what}: {compared.equal} of {compared.compared} equal"
     if compared.first_differences:
         name, at = compared.first_differences[0]

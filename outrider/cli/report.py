@@ -32,28 +32,28 @@ def report(paths: Reports, out: Out = None, json_to: JsonTo = None) -> None:
     place_of_json(json_to)
     if out is not None and not out.absolute().parent.is_dir():
         raise DataError(f"can't write {out}: no such folder; name a file in a folder that exists")
-    found = [(name, Report.load(path)) for name, path in zip(names(paths), paths, strict=True)]
-    if len(found) == 1:
+    reports = [(name, Report.load(path)) for name, path in zip(names(paths), paths, strict=True)]
+    if len(reports) == 1:
         _page(
             out or (paths[0] / "report.html" if paths[0].is_dir() else paths[0].with_suffix(".html")),
-            found[0][1],
+            reports[0][1],
             json_to,
         )
     else:
-        _comparison(out or Path("comparison.html"), found, json_to)
+        _comparison(out or Path("comparison.html"), reports, json_to)
 
 
-def _page(out: Path, found: Report, json_to: str | None) -> None:
-    console.out.print(tables.SummaryTable(found))
-    console.say(f"          {summary.headline(found)}")
-    write_whole({out: render(found)})
+def _page(out: Path, report: Report, json_to: str | None) -> None:
+    console.out.print(tables.SummaryTable(report))
+    console.say(f"          {summary.headline(report)}")
+    write_whole({out: render(report)})
     console.say(f"          {out}")
-    write_json(json_to, found.model_dump(mode="json", by_alias=True))
+    write_json(json_to, report.model_dump(mode="json", by_alias=True))
 
 
-def _comparison(out: Path, found: list[tuple[str, Report]], json_to: str | None) -> None:
-    console.say(f"compare   {', '.join(name for name, _ in found[1:])} with {found[0][0]}")
-    comparison = Comparison.of(found)
+def _comparison(out: Path, reports: list[tuple[str, Report]], json_to: str | None) -> None:
+    console.say(f"compare   {', '.join(name for name, _ in reports[1:])} with {reports[0][0]}")
+    comparison = Comparison.of(reports)
     console.show(comparison.table())
     for text in comparison.warnings():
         console.say(f"          {text}", "yellow")

@@ -51,11 +51,11 @@ def run(
 ) -> None:
     """Prepare, train and evaluate: all stages that the run file has."""
     place_of_json(json_to)
-    given = [*_skipping(overrides, skip_bad), *_tracked(track)]
+    all_overrides = [*_skipping(overrides, skip_bad), *_tracked(track)]
     if dry_run:
-        preview(file, given, json_to=json_to)
+        preview(file, all_overrides, json_to=json_to)
         return
-    report = stages.run(file, given, reporter=Printer(yes), force=force)
+    report = stages.run(file, all_overrides, reporter=Printer(yes), force=force)
     if report is not None:
         write_json(json_to, json.loads(report.json_text()))
 
@@ -74,11 +74,11 @@ def prepare(
 ) -> None:
     """Let the target answer the prompts, here or on servers; goes on where it was stopped."""
     servers = [f"prepare.servers={json.dumps(server)}"] if server else []
-    given = [*_skipping(overrides, skip_bad), *servers]
+    all_overrides = [*_skipping(overrides, skip_bad), *servers]
     if look is not None:
-        show_samples(file, given, look)
+        show_samples(file, all_overrides, look)
     else:
-        _stage("prepare", file, given, dry_run, yes)
+        _stage("prepare", file, all_overrides, dry_run, yes)
 
 
 def train(
@@ -163,8 +163,8 @@ def calibrate(
     if out is not None and out.exists():
         raise ExportError(f"{out} exists already; name a new folder, or delete it first")
     drawn = list(tasks.prompts(prompts, count, seed=1))
-    found = stages.calibrate(
+    calibration = stages.calibrate(
         checkpoint, load_target(name), prompts, drawn, out=out, max_new_tokens=max_new_tokens,
         temperature=temperature, shifting=shifts, reporter=Printer(),
     )  # fmt: skip
-    write_json(json_to, asdict(found))
+    write_json(json_to, asdict(calibration))

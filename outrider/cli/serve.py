@@ -124,19 +124,19 @@ def _answer_clients(served: Served) -> None:
         what = "the keys of " + str(config.keys) if keys else "no key is asked for"
         line = f"server    {server.address_of(sock)}, model {service.name}; {what}; Ctrl-C stops"
         remark = lambda text: console.remark(f"          {text}")
-        own = server.Server(admission, service, post, remark, ready=lambda: say(line))
-        server.run(own, sock)
-    say("          stopped" if own.unfinished else "          stopped; all requests that ran have ended")
+        http_server = server.Server(admission, service, post, remark, ready=lambda: say(line))
+        server.run(http_server, sock)
+    say("          stopped" if http_server.unfinished else "          stopped; all requests that ran have ended")
 
 
-def _answer_file(served: Served, given: Path, to: Path) -> None:
-    total, before = batch.check(given, to)
-    say(f"batch     {total} requests of {given}, {before} answered before; answers in {to}")
+def _answer_file(served: Served, source: Path, to: Path) -> None:
+    total, before = batch.check(source, to)
+    say(f"batch     {total} requests of {source}, {before} answered before; answers in {to}")
     if before == total:
         return
     with _service(served) as (service, post), bar("requests", total, before) as update:
         tell = lambda done, refused: update(before + done, f"{refused} refused" if refused else "")
-        refused = batch.run(service, post, given, to, tell)
+        refused = batch.run(service, post, source, to, tell)
     say(f"          {total - before} answered, {refused} of them with a refusal; {to}")
 
 
@@ -185,8 +185,8 @@ def _loaded(served: Served, printer: Printer, log: RequestLog) -> tuple[Service,
 
 def _prefix_bytes(config: Config, target: TransformersTarget) -> int:
     """Memory for shared beginnings."""
-    given = config.prefix_bytes
-    return int(PREFIX_SHARE * machine.free_memory(target.device)) if given is None else given
+    configured = config.prefix_bytes
+    return int(PREFIX_SHARE * machine.free_memory(target.device)) if configured is None else configured
 
 
 def _compile_in_background(
@@ -220,8 +220,8 @@ def _drafter(
     if served.drafter is None:
         say("drafter   none: texts are decoded plainly, or drafted from a request's prediction")
         return None, "", []
-    kind, own = (served.drafter, {}) if isinstance(served.drafter, str) else parted(served.drafter)
-    drafter = load_drafter(kind if learned is None else learned.current, target, **own)
+    kind, options = (served.drafter, {}) if isinstance(served.drafter, str) else parted(served.drafter)
+    drafter = load_drafter(kind if learned is None else learned.current, target, **options)
     if served.target.compile:
         compile_drafter(drafter, printer)
     if learned is not None:
@@ -264,10 +264,10 @@ def _served(what: Sequence[str], options: Sequence[str], drafter: str | None, se
         )
     if settings and not drafter:
         raise ConfigError(f"--set {settings[0]} needs a drafter; name one with --drafter")
-    own: Choice | None = drafter
+    choice: Choice | None = drafter
     if drafter and settings:
-        own = {"kind": drafter, **configs.override({}, settings)}
-    return _of_file(words[0], overrides, own) if words else _by_names(overrides, own)
+        choice = {"kind": drafter, **configs.override({}, settings)}
+    return _of_file(words[0], overrides, choice) if words else _by_names(overrides, choice)
 
 
 def _of_file(path: str, overrides: Sequence[str], drafter: Choice | None) -> Served:
@@ -289,6 +289,6 @@ def _by_names(overrides: Sequence[str], drafter: Choice | None) -> Served:
         raise ConfigError(f"{others[0]}: settings begin with serve. or target., such as serve.queue=64")
     name = drafter if isinstance(drafter, str) or drafter is None else drafter["kind"]
     trained = None if name is None or name in kinds() else describe(name)
-    asked = {"name": (trained and trained.target) or "demo", **values.get("target", {})}
+    section = {"name": (trained and trained.target) or "demo", **values.get("target", {})}
     config = configs.build(Config, values.get("serve", {}), "serve")
-    return Served(configs.build(TargetConfig, asked, "target"), drafter, config)
+    return Served(configs.build(TargetConfig, section, "target"), drafter, config)

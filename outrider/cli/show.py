@@ -42,14 +42,14 @@ def show(
 def _print_run(file: Path, overrides: list[str], json_to: str | None) -> None:
     from outrider.runs.forecast.sizes import shown  # loads torch, which the settings do not need
 
-    found, notes = shown(file, overrides)
+    resolved, notes = shown(file, overrides)
     table = console.table("setting", "value", "from")
-    for one in found:
+    for one in resolved:
         remark = f" ({one.here} here)" if one.here else f" ({sized(one.value)})" if one.is_bytes else ""
         style = "dim" if one.origin == "default" else ""
         table.add_row(one.key, json.dumps(one.value) + remark, one.origin, style=style)
     rows = {
-        one.key: {"value": one.value, "from": one.origin} | ({"here": one.here} if one.here else {}) for one in found
+        one.key: {"value": one.value, "from": one.origin} | ({"here": one.here} if one.here else {}) for one in resolved
     }
     console.present(json_to, rows, table)
     for note in notes:
@@ -59,12 +59,12 @@ def _print_run(file: Path, overrides: list[str], json_to: str | None) -> None:
 def _print_settings(words: list[str], markdown: bool, json_to: str | None) -> None:
     """words: none or `all`, a section, a kind, or `drafter` and a kind."""
     names = [word for word in words if word not in ("all", "drafter")]
-    found = [settings.section(name) for name in names] or settings.sections()
+    sections = [settings.section(name) for name in names] or settings.sections()
     if markdown:
-        print(page(found), end="")
+        print(page(sections), end="")
         return
-    tables = [shown for one in found for shown in (heading(one), settings_table(one))]
-    console.present(json_to, {one.name: [setting._asdict() for setting in one.settings] for one in found}, *tables)
+    tables = [shown for one in sections for shown in (heading(one), settings_table(one))]
+    console.present(json_to, {one.name: [setting._asdict() for setting in one.settings] for one in sections}, *tables)
 
 
 def title(section: Section) -> str:

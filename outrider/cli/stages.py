@@ -1,4 +1,4 @@
-"""What the stages of a run print: plans, progress and results."""
+"""Output of a run's stages: plans, progress and results."""
 
 import itertools
 import operator
@@ -22,14 +22,14 @@ from outrider.targets.remote.served import RunTarget, ServedTarget
 from outrider.training.fitting.calibrate import Calibration
 
 MUCH_BYTES = 10_000_000_000
-"""Before more than this is written, somebody is asked."""
+"""Size above which a confirmation is required."""
 
 
 class Printer(Reporter):
     """Prints plans, progress and results."""
 
     def __init__(self, is_confirmed: bool = False) -> None:
-        """is_confirmed: much may be written, nobody is asked."""
+        """is_confirmed: large files may be written without asking."""
         self.began, self.is_confirmed = time.monotonic(), is_confirmed
 
     def writing(self, size_bytes: int, folder: Path) -> None:
@@ -41,14 +41,14 @@ class Printer(Reporter):
 
     def loaded(self, target: RunTarget) -> None:
         spec = target.spec
-        where = "; not loaded, servers have it" if isinstance(target, ServedTarget) else f" on {target.device}"
+        where = "; served remotely, not loaded" if isinstance(target, ServedTarget) else f" on {target.device}"
         say(
             f"target    {spec.name}: {spec.layers} layers x {spec.hidden}, {counted(target.parameters)} "
             f"parameters, {spec.precision}{where}"
         )
 
     def not_compiled(self, reason: NotCompiled) -> None:
-        console.remark(f"the drafter stays plain: {reason}", "dim")
+        console.remark(f"the drafter runs uncompiled: {reason}", "dim")
 
     def looked(self, drafter: str, report: OverlapReport) -> None:
         say(f"overlap   {drafter}: {report.line()}")
@@ -77,7 +77,7 @@ class Printer(Reporter):
                 _say_prepared(result, took)
             case events.Stored():
                 each = result.size_bytes / result.tokens
-                say(f"          {sized(result.size_bytes)}, {each:,.0f} bytes a token, {took}; in {result.folder}")
+                say(f"          {sized(result.size_bytes)}, {each:,.0f} bytes per token, {took}; in {result.folder}")
             case events.Trained():
                 _say_trained(result, took)
             case events.Calibrated(_, calibration):
@@ -87,17 +87,17 @@ class Printer(Reporter):
 
 
 def why_slow() -> str:
-    """Why work takes long here, and what helps."""
+    """Why work is slow on this machine, and what helps."""
     if measurements.is_busy():
-        return "Other programs keep this machine busy; end them, the run goes on where it was"
+        return "Other programs keep this machine busy; end them and the run will speed up"
     return f"This machine is slow: {machine.describe()}; fewer train.steps, prepare.count or evaluate.prompts help"
 
 
 class _Notes:
-    """The figures next to the progress of a stage, from what each update brings."""
+    """Figures next to the progress of a stage, from its updates."""
 
     def __init__(self, kind: str = ""):
-        """kind: put before tokens per step, such as `expected `."""
+        """kind: prefix of tokens per step, such as `expected `."""
         self.kind, self.pace, self.use = kind, "", ""
         self.first: tuple[float, float] | None = None
         """Time and tokens of the first update."""
@@ -110,7 +110,7 @@ class _Notes:
         mfu: float | None = None,
         left_out: int = 0,
     ) -> str:
-        # counted at some steps only: the last figure stays
+        # logged at some steps only, so the last figure is repeated
         self.pace = f"{self.kind}{tokens_per_step:.2f} tokens per step" if tokens_per_step else self.pace
         self.use = f"{100 * mfu:.0f} % of FLOPs" if mfu else self.use
         now = time.monotonic()
@@ -127,12 +127,12 @@ class _Notes:
 
 
 def _resumed(plan: Plan) -> str:
-    """That an earlier run is gone on with; empty where there is none."""
+    """That an earlier run is resumed; empty if there is none."""
     if not plan.done:
         return ""
     if plan.done >= plan.total:
         return f"all {plan.total} {plan.unit} were done before"
-    return f"goes on from {plan.unit.removesuffix('s')} {plan.done} of {plan.total}"
+    return f"resuming from {plan.unit.removesuffix('s')} {plan.done} of {plan.total}"
 
 
 def _planned(plan: Plan) -> str:
@@ -142,7 +142,7 @@ def _planned(plan: Plan) -> str:
             by = f"; by {summary.many(len(plan.servers), 'server')}" if plan.servers else ""
             return (
                 f"prepare   {plan.total}{of} prompts from {plan.conversations}, {plan.done} answered before{by}; "
-                f"at most {counted(plan.tokens)} tokens to write, {sized(plan.size_bytes)} in {plan.folder}"
+                f"at most {counted(plan.tokens)} tokens to generate, {sized(plan.size_bytes)} in {plan.folder}"
                 + (f"; not used: {_reasons(plan.dropped)}" if plan.dropped else "")
             )
         case events.Storing():
@@ -163,12 +163,12 @@ def _planned(plan: Plan) -> str:
         case events.Calibrating():
             return (
                 f"calibrate {plan.checkpoint}: {plan.total} prompts of {plan.task}, at most {counted(plan.tokens)} "
-                f"tokens to write at temperature {plan.temperature:g}"
+                f"tokens to generate at temperature {plan.temperature:g}"
             )
         case events.Evaluating():
             return (
                 f"evaluate  {', '.join(plan.drafters)}: {plan.prompts} prompts per task of {', '.join(plan.tasks)}; "
-                f"about {counted(plan.tokens)} tokens to write, one interleaved run"
+                f"about {counted(plan.tokens)} tokens to generate, one interleaved run"
                 + (f"; {plan.done} prompts were measured before" if plan.done else "")
             )
     raise AssertionError(plan)
@@ -178,44 +178,56 @@ def _reasons(dropped: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in dropped.items() if count)
 
 
-def _say_prepared(found: events.Prepared, took: str) -> None:
-    if found.left_out:
-        say(f"          {len(found.left_out)} rows left out; the first: {found.left_out[0]}")
-    say(f"          {found.answers} answers, {counted(found.tokens)} tokens to learn, {took}; in {found.path}")
-    if found.unstable:
-        say(f"          {found.unstable} given answers do not train: their borders are not sure, or they run on")
-    if found.unanswered:
-        why = "refused by the template, no room for an answer, or none given"
-        say(f"          {found.unanswered} prompts without an answer: {why}")
-    if found.failed:
-        say(f"          {found.failed} prompts failed, the same command asks them again; {'; '.join(found.why_failed)}")
-    for url, count in sorted(found.by_server.items()):
+def _say_prepared(prepared: events.Prepared, took: str) -> None:
+    if prepared.left_out:
+        say(f"          {len(prepared.left_out)} rows left out; the first: {prepared.left_out[0]}")
+    say(f"          {prepared.answers} answers, {counted(prepared.tokens)} tokens to learn, {took}; in {prepared.path}")
+    if prepared.unstable:
+        say(
+            f"          {prepared.unstable} answers of the source do not train: their bounds are ambiguous, or they "
+            "were cut off"
+        )
+    if prepared.unanswered:
+        why = "refused by the chat template, too long, or the source has none"
+        say(f"          {prepared.unanswered} prompts without an answer: {why}")
+    if prepared.failed:
+        say(
+            f"          {prepared.failed} prompts failed; rerun the same command to retry; "
+            f"{'; '.join(prepared.why_failed)}"
+        )
+    for url, count in sorted(prepared.by_server.items()):
         say(f"          {count} answers by {url}")
-    if found.retokenised:
-        say(f"          {found.retokenised} answers came as text: their token ids are the tokenizer's, not the model's")
-    if found.truncated:
-        say(f"          {found.truncated} answers were cut at max_new_tokens or length: they train without an end")
-    if found.others:
-        why = "not asked here (edited since, or another run's); they do not train"
-        say(f"          {found.others} answers to prompts that are {why}")
+    if prepared.retokenised:
+        say(
+            f"          {prepared.retokenised} answers came as text: their token ids are from the tokenizer, not the "
+            "model"
+        )
+    if prepared.truncated:
+        say(
+            f"          {prepared.truncated} answers were cut at max_new_tokens or length: they train without an end "
+            "token"
+        )
+    if prepared.others:
+        why = "not in this run (edited since, or another run's); they do not train"
+        say(f"          {prepared.others} answers to prompts that are {why}")
 
 
-def _say_trained(found: events.Trained, took: str) -> None:
-    """Loss and acceptance by depth, of the texts that were learnt and of those that were held out."""
-    training = found.training
+def _say_trained(trained: events.Trained, took: str) -> None:
+    """Loss and acceptance by depth, on training texts and on held-out ones."""
+    training = trained.training
     loss = f"loss {training.loss_curve[-1][1]:.3f}" if training.loss_curve else ""
-    say(f"          {'; '.join(filter(None, (loss, _accepted('expected', found.acceptance), took)))}")
-    known = tuple(share for share in training.acceptance if share is not None)
-    held_out = _accepted(summary.many(training.held_out or 0, "held-out answer") + ":", known)
-    probe = found.probe_tokens_per_step
+    say(f"          {'; '.join(filter(None, (loss, _accepted('expected', trained.acceptance), took)))}")
+    acceptance = tuple(share for share in training.acceptance if share is not None)
+    held_out = _accepted(summary.many(training.held_out or 0, "held-out answer") + ":", acceptance)
+    probe = trained.probe_tokens_per_step
     measured = "" if probe is None else f"measured {probe:.2f} on a few prompts"
     if held_out or measured:
         say(f"          {'; '.join(filter(None, (held_out, measured)))}")
-    say(f"          checkpoint in {found.checkpoint}")
+    say(f"          checkpoint in {trained.checkpoint}")
 
 
 def _accepted(what: str, acceptance: Sequence[float]) -> str:
-    """Tokens per step, and the share of drafts that is accepted to each depth; acceptance: given all depths before."""
+    """Tokens per step, and the share of drafts accepted to each depth.  acceptance: conditional on earlier depths."""
     reached = list(itertools.accumulate(acceptance, operator.mul))
     if not reached:
         return ""
@@ -224,22 +236,27 @@ def _accepted(what: str, acceptance: Sequence[float]) -> str:
     return f"{what} {1 + sum(reached):.2f} tokens per step, accepted to depth {by_depth}"
 
 
-def _say_calibrated(found: Calibration, took: str) -> None:
+def _say_calibrated(calibration: Calibration, took: str) -> None:
     columns = ("slot", "error before", "after", "of which noise", "temperature", "shift")
     table = console.table(*columns, right=columns)
-    errors = list(zip(found.before, found.after, found.noise, strict=True))
-    for slot, (own, *scaled) in enumerate(zip(errors, found.temperatures, found.shifts, strict=True)):
-        table.add_row(str(slot), *(f"{100 * error:.1f} %" for error in own), *(f"{value:.2f}" for value in scaled))
+    errors = list(zip(calibration.before, calibration.after, calibration.noise, strict=True))
+    for slot, (slot_errors, *scaled) in enumerate(
+        zip(errors, calibration.temperatures, calibration.shifts, strict=True)
+    ):
+        table.add_row(
+            str(slot), *(f"{100 * error:.1f} %" for error in slot_errors), *(f"{value:.2f}" for value in scaled)
+        )
     table.add_row("mean", *(f"{100 * sum(column) / len(errors):.1f} %" for column in zip(*errors, strict=True)), "", "")
     console.show(table)
     say(
-        f"          scaled on {found.drafts[0]} drafts of {found.prompts[0]} prompts, judged on {found.drafts[1]} of "
-        f"{found.prompts[1]} others; error of each slot's survival, {found.bins} bins; {took}"
+        f"          fitted on {calibration.drafts[0]} drafts of {calibration.prompts[0]} prompts, evaluated on "
+        f"{calibration.drafts[1]} of {calibration.prompts[1]} others; calibration error of each slot's survival in "
+        f"{calibration.bins} bins; {took}"
     )
 
 
-def _say_evaluated(found: events.Evaluated, took: str) -> None:
-    report, folder = found.report, found.folder
+def _say_evaluated(evaluated: events.Evaluated, took: str) -> None:
+    report, folder = evaluated.report, evaluated.folder
     console.out.print(tables.SummaryTable(report))
     say(f"          {summary.headline(report)}")
     tried = sum({row.task: row.prompts for row in report.rows}.values()) + len(report.left_out)
@@ -253,6 +270,6 @@ def _say_evaluated(found: events.Evaluated, took: str) -> None:
         taken = max(load.waited or 0.0, load.stolen or 0.0)
         say(
             f"load      other programs took {100 * taken:.0f} % of the time; {load.repeated} of {load.runs} runs were "
-            f"measured again, {load.contended} lost much time even so"
+            f"repeated, {load.contended} were still slowed down"
         )
     say(f"          {folder / 'report.json'}, {folder / 'report.html'}")

@@ -22,21 +22,21 @@ def tasks(data: Data = None, json_to: JsonTo = None) -> None:
     """List the prompt sets there are, and with --data what a folder holds of them."""
     quiet()
     place_of_json(json_to)
-    found = listed(data)
+    entries = listed(data)
     if json_to != "-":
-        console.show(_table(found, data is not None))
+        console.show(_table(entries, data is not None))
         sets = f"Also: {', '.join(BUILT_IN)}, and any FILE.jsonl or FILE.txt"
         console.say(f"prompts: used by the published evaluation, of all there are.  {sets}", "dim")
         if data is not None:
-            held = sum(entry["found"] is not None for entry in found)
-            console.say(f"{data} holds {held} of {len(found)}; the others come from where they are published")
-    write_json(json_to, found)
+            held = sum(entry["found"] is not None for entry in entries)
+            console.say(f"{data} holds {held} of {len(entries)}; the others come from where they are published")
+    write_json(json_to, entries)
 
 
-def _table(found: list[dict[str, Any]], with_folder: bool) -> console.PlainTable:
+def _table(entries: list[dict[str, Any]], with_folder: bool) -> console.PlainTable:
     last_column = "found" if with_folder else "licence"
     table = console.table("task", "prompts", "source", last_column, right=["prompts"])
-    for entry in found:
+    for entry in entries:
         last = "" if with_folder else entry["licence"]
         if entry["found"] is not None:
             names = entry["found"].split(", ")

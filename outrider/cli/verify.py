@@ -51,72 +51,72 @@ def verify_export(
     place_of_json(json_to)
     engine, folder = engine_name(engine), find_folder(draft)
     comparison.check(folder, engine, python, checkpoint, server)
-    for name, given, owner in (("python", python, "vllm"), ("server", server, "llamacpp")):
-        if engine != owner and given is not None:
+    for name, value, owner in (("python", python, "vllm"), ("server", server, "llamacpp")):
+        if engine != owner and value is not None:
             remark(f"          --{name} has no effect: {engine} does not need it")
     loaded, model = comparison.sides(folder, engine, checkpoint, target)
     ids = comparison.prompt_tokens(loaded, prompts, count)
     report = lambda text: remark(text, "dim")
-    found = comparison.verified(
+    outcome = comparison.verified(
         folder, engine, python, loaded, model, checkpoint is not None, ids, max_new_tokens, say=report,
         server=server,
     )  # fmt: skip
-    _print(found)
-    write_json(json_to, asdict(found) | {"is_equal": found.is_equal, "texts_hold": found.texts_hold})
+    _print(outcome)
+    write_json(json_to, asdict(outcome) | {"is_equal": outcome.is_equal, "texts_hold": outcome.texts_hold})
     if engine in parity.RUN:
         try:
-            written = parity.write_verified(folder, found)
+            written = parity.write_verified(folder, outcome)
             say(f"          written to {written}")
             if written.name == MANIFEST and not card.write(folder):
                 remark(f"          {folder / card.NAME} was edited and stays as it is")
         except (OSError, ValueError, TypeError, AttributeError) as error:  # it takes nothing of what was printed
             remark(f"          not noted in {folder}: {error}", "yellow")
-    if found.is_equal is False or found.causes or found.error:
+    if outcome.is_equal is False or outcome.causes or outcome.error:
         raise typer.Exit(1)
 
 
-def _print(found: Parity) -> None:
-    where = f"{found.engine} {found.version or ''}".rstrip() + (f" on {found.platform}" if found.platform else "")
-    say(f"verify    {found.kind} as {found.format}, {found.length} tokens a step, in {where}")
-    for warning in found.warnings:
+def _print(parity: Parity) -> None:
+    where = f"{parity.engine} {parity.version or ''}".rstrip() + (f" on {parity.platform}" if parity.platform else "")
+    say(f"verify    {parity.kind} as {parity.format}, {parity.length} tokens a step, in {where}")
+    for warning in parity.warnings:
         say(f"          {warning}", "yellow")
-    if found.error is not None:
-        say(f"          not loaded: {found.error}", "red")
-    if found.depths:
-        _print_depths(found)
-    for cause in found.causes:
+    if parity.error is not None:
+        say(f"          not loaded: {parity.error}", "red")
+    if parity.depths:
+        _print_depths(parity)
+    for cause in parity.causes:
         say(f"cause     {cause.name}: {cause.what} ({cause.changed:.1%} of our drafted tokens change)", "red")
-    if found.stage is not None:
-        say(f"          the first stage whose output differs: {found.stage[0]}, by {found.stage[1]:.2g} of its size")
-    if found.guesses:
+    if parity.stage is not None:
+        say(f"          the first stage whose output differs: {parity.stage[0]}, by {parity.stage[1]:.2g} of its size")
+    if parity.guesses:
         say("cause     not in the folder, which reads as it should; what would explain the engine's steps:", "yellow")
-        for name, what, share in found.guesses:
+        for name, what, share in parity.guesses:
             say(f"          {share:7.1%}  {name}: {what}")
-    if found.engine_stage is not None:
-        name, away = found.engine_stage
+    if parity.engine_stage is not None:
+        name, away = parity.engine_stage
         what = f"unlike the folder from {name} on, by {away:.2g} of its size"
         say(f"modules   the engine's outputs are {what}", "red")
-    elif found.stages:
-        say(f"modules   {found.stages} stages of the engine's own first draft are as in the folder")
-    if found.version is None and not found.causes:
+    elif parity.stages:
+        say(f"modules   {parity.stages} stages of the engine's own first draft are as in the folder")
+    if parity.version is None and not parity.causes:
         say("          nothing in the folder changes a drafted token; texts and acceptance: not measured")
 
 
-def _print_depths(found: Parity) -> None:
-    ties = f", {len(found.parted)} differ" if found.parted else ""
-    where = "; ".join(f"prompt {each.prompt} at token {each.token}, gap {each.gap}" for each in found.parted[:3])
-    say(f"texts     {found.texts_equal} of {found.prompts} equal{ties}{': ' + where if where else ''}")
+def _print_depths(parity: Parity) -> None:
+    ties = f", {len(parity.parted)} differ" if parity.parted else ""
+    where = "; ".join(f"prompt {each.prompt} at token {each.token}, gap {each.gap}" for each in parity.parted[:3])
+    say(f"texts     {parity.texts_equal} of {parity.prompts} equal{ties}{': ' + where if where else ''}")
     say(
-        f"steps     {found.steps[0]} here, {found.steps[1]} in the engine; {found.steps_equal:.1%} accept the same "
+        f"steps     {parity.steps[0]} here, {parity.steps[1]} in the engine; {parity.steps_equal:.1%} accept the same "
         f"number"
     )
     numbers = ("depth", "accepted here", "in the engine", "difference")
     shown = table(*numbers, "", right=numbers)
-    for number, depth in enumerate(found.depths, 1):
+    for number, depth in enumerate(parity.depths, 1):
         word = "" if depth.is_equal else "differs"
         shown.add_row(
             str(number), f"{depth.ours:.4f}", f"{depth.engine:.4f}", f"{depth.engine - depth.ours:+.4f}", word
         )
     console.show(shown)
-    result = "the engine drafts what we draft" if found.is_equal else "the engine drafts other tokens"
-    say(f"result    {result}", None if found.is_equal else "red")
+    result = "the engine drafts what we draft" if parity.is_equal else "the engine drafts other tokens"
+    say(f"result    {result}", None if parity.is_equal else "red")

@@ -20,7 +20,7 @@ from outrider.errors import ConfigError, DataError
 from outrider.report.schema import Report
 from outrider.traffic.address import address_of
 from outrider.traffic.release import Release, release_of
-from outrider.traffic.watch import SIDES, View, Window, glance, standing, watching
+from outrider.traffic.watch import SIDES, View, Window, glance, side_of, watch_server
 
 MISSING = "–"
 INCOMPARABLE = (
@@ -80,7 +80,7 @@ def _once(url: str, promised: Release | None, for_s: float | None) -> tuple[dict
     over = f"the last {for_s:g} s" if for_s is not None else "since it started"
     _say_head(f"{counters.server} at {address_of(url).shown}, {over}", promised)
     console.show(_table([(over, window)], promised))
-    side = None if promised is None else standing(window, promised)
+    side = None if promised is None else side_of(window, promised)
     console.out.print(_standing_text(side, window, promised))
     reading = {"server": counters.server, "running": counters.running, "waiting": counters.waiting, "side": SIDES[side]}
     return reading | {"window": window.json(), "release": promised and promised.json()}, side in (-1, 1)
@@ -114,7 +114,7 @@ def _live(
     url: str, promised: Release | None, every: float, for_s: float | None, log: Path | None
 ) -> tuple[dict[str, Any], bool]:
     """Readings until --for is over or Ctrl-C; the last as JSON, and whether an alarm was raised on the way."""
-    alarmed, view, views = False, None, watching(url, promised, every, for_s)
+    alarmed, view, views = False, None, watch_server(url, promised, every, for_s)
     with _opened(log) as lines:
         _say_head(
             f"{next(views).counters.server} at {address_of(url).shown}, every {every:g} s; Ctrl-C ends it", promised

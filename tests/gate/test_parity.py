@@ -201,7 +201,7 @@ def test_the_command_compares_greedy_and_sampled_texts(folder, here, capsys, mon
     assert found["drafter"] == "ngram" and found["weights"] is None
     said = capsys.readouterr().out
     assert "2 of 2 texts equal" in said
-    assert "four times in five" in said
+    assert "80 % power" in said
     assert outrider_with("parity", "--target", str(folder), "--drafter", "ngram", *common) == 0
     assert json.loads((here / "found.json").read_text())["sampled"] is None
 

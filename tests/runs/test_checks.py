@@ -94,7 +94,7 @@ def test_a_preview_says_what_will_be_done_and_writes_nothing(written, tmp_path, 
     capsys.readouterr()
     assert outrider_with("train", "tiny.yaml", "train.steps=8") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "goes on from step 4 of 8" in shown
+    assert "resuming from step 4 of 8" in shown
     assert "train.steps was 4: from 0 % of its peak the learning rate joins the curve of 8 steps" in shown
     assert json.loads((tmp_path / "runs/tiny/checkpoint/outrider.json").read_text())["training"]["step"] == 8
 

@@ -55,7 +55,7 @@ def test_a_trainer_learns_from_sent_states_what_it_learns_from_its_own(file: Pat
     before, after = (load_file(each / "checkpoint" / checkpoint.WEIGHTS) for each in (theirs, mine))
     assert before.keys() == after.keys()
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
-    assert "not loaded, servers have it" in said
+    assert "served remotely, not loaded" in said
     assert checkpoint.manifest_of(mine / "checkpoint")["training"]["world_size"] == 1
 
 
