@@ -41,7 +41,8 @@ from outrider.traffic.logs import traces
 from outrider.traffic.logs.calls import words
 from outrider.traffic.replay import run
 from outrider.traffic.replay.connection import ConnectionPool
-from outrider.traffic.replay.plan import Plan, dues
+from outrider.traffic.replay.plan import Plan
+from outrider.traffic.replay.plan import schedule as scheduled_calls
 
 STUB = Path(__file__).resolve().with_name("stub_server.py")
 COUNTS = ("drafts", "drafted", "accepted")
@@ -131,7 +132,7 @@ def schedule(rate: float, count: int) -> dict[str, Any]:
         came = httpx.get(url + "/received", timeout=60).json()
         lines = [json.loads(line) for line in (folder / "out" / "calls.jsonl").open()]
         rows = [line["servers"][url] | {"call": line["call"]} for line in lines]
-        due = [at for _, at in dues(trace, plan)]
+        due = [at for _, at in scheduled_calls(trace, plan)]
         stub_cpu = sum(map(int, Path(f"/proc/{process.pid}/stat").read_text().split()[13:15])) / os.sysconf(
             "SC_CLK_TCK"
         )

@@ -47,7 +47,7 @@ class Window(NamedTuple):
         return {"seconds": round(self.seconds, 3), **counts, "tokens_per_s": self.tokens_per_s}
 
 
-def together(parts: Sequence[Window]) -> Window:
+def combined(parts: Sequence[Window]) -> Window:
     """Several periods as one: counts are added, gauges weighted by their drafts."""
     return Window(sum(part.seconds for part in parts), merged([part.stats for part in parts]))
 
@@ -116,7 +116,7 @@ class Watch:
         if self._side and at_s - self._side_since_s >= TEN_MINUTES_S:
             # at least ten minutes after the alarm: a minute of little traffic may lie within the interval by chance
             assert self.drift is not None
-            if standing(self.window(at_s, TEN_MINUTES_S), self.drift.release, sigmas=0) == 0:
+            if side_of(self.window(at_s, TEN_MINUTES_S), self.drift.release, sigmas=0) == 0:
                 self._side = 0
         return self._view(at_s, None, alarmed)
 
@@ -125,7 +125,7 @@ class Watch:
         return self._view(at_s, why, False)
 
     def window(self, at_s: float, seconds: float) -> Window:
-        return together([part for read_at_s, part in self._parts if read_at_s > at_s - seconds])
+        return combined([part for read_at_s, part in self._parts if read_at_s > at_s - seconds])
 
     def _judge(self, at_s: float, part: Window) -> bool:
         """Whether this period raises an alarm."""
@@ -149,7 +149,7 @@ class Watch:
         )  # fmt: skip
 
 
-def standing(window: Window, release: Release, sigmas: float = ONCE_SIGMAS) -> int | None:
+def side_of(window: Window, release: Release, sigmas: float = ONCE_SIGMAS) -> int | None:
     """-1 if a single reading is below the release's interval by more than its noise, 1 if above, else 0; None without
     steps, or if the server counts other steps than the release."""
     reached = window.stats.tokens_per_step
@@ -173,7 +173,7 @@ def glance(url: str, seconds: float | None = None) -> tuple[Counters, Window]:
     return now, Window(time.monotonic() - began, now.since(before))
 
 
-def watching(url: str, release: Release | None, every_s: float, for_s: float | None = None) -> Iterator[View]:
+def watch_server(url: str, release: Release | None, every_s: float, for_s: float | None = None) -> Iterator[View]:
     """A view of the server now and after every `every_s` seconds, for `for_s` seconds.
 
     Raises DataError if the first reading fails; later failures are part of the view.

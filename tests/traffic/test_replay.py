@@ -33,11 +33,11 @@ from outrider.traffic.logs.calls import Call
 from outrider.traffic.replay import latencies
 from outrider.traffic.replay import run as replay
 from outrider.traffic.replay.answer import Answer
-from outrider.traffic.replay.compared import first_difference
+from outrider.traffic.replay.comparison import first_difference
 from outrider.traffic.replay.connection import ConnectionPool
 from outrider.traffic.replay.latencies import Endpoint, Gaps
-from outrider.traffic.replay.plan import Plan, dues, prepared
-from outrider.traffic.replay.report import Replayed
+from outrider.traffic.replay.plan import Plan, prepared, schedule
+from outrider.traffic.replay.report import ReplayResult
 from outrider.traffic.replay.servers import Server, server_at
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -106,7 +106,7 @@ def log(
     return traces.read(path)
 
 
-def faults(result: Replayed, folder: Path) -> list[str]:
+def faults(result: ReplayResult, folder: Path) -> list[str]:
     """What does not add up: between the counts, and between them and the lines that were written."""
     found = []
     lines = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
@@ -243,7 +243,7 @@ def test_a_full_disk_ends_the_replay_with_its_own_error(plain, tmp_path):
         asyncio.run(run.go())
 
 
-def misplaced(result: Replayed, folder: Path) -> list[str]:
+def misplaced(result: ReplayResult, folder: Path) -> list[str]:
     """Answers that stand under the wrong server: the other one says "other", and is slower by 40 ms or more."""
     first, second, *_ = result.endpoints
     found = []
@@ -302,17 +302,17 @@ def test_the_first_difference_is_where_it_is(one, two):
 
 def test_calls_are_due_at_the_logs_times_divided_by_the_speed(tmp_path):
     trace = log(tmp_path, 10, per_s=10)
-    assert [at for _, at in dues(trace, Plan(speed=4))] == pytest.approx([number / 40 for number in range(10)])
-    assert len(list(dues(trace, Plan(limit=3)))) == 3
+    assert [at for _, at in schedule(trace, Plan(speed=4))] == pytest.approx([number / 40 for number in range(10)])
+    assert len(list(schedule(trace, Plan(limit=3)))) == 3
 
 
 def test_a_rate_is_a_poisson_process_and_the_same_twice(tmp_path):
     """Catches a steady rate in its place, which hides queues, and times that no seed fixes.  Seeded: no false alarm."""
     trace = log(tmp_path, 3000)
-    found = np.array([at for _, at in dues(trace, Plan(rate=50, seed=3))])
+    found = np.array([at for _, at in schedule(trace, Plan(rate=50, seed=3))])
     gaps = np.diff(found)
     assert abs(gaps.mean() * 50 - 1) < 0.06 and abs(gaps.std() * 50 - 1) < 0.1
-    assert found.tolist() == [at for _, at in dues(trace, Plan(rate=50, seed=3))]
+    assert found.tolist() == [at for _, at in schedule(trace, Plan(rate=50, seed=3))]
 
 
 def test_nothing_is_sent_before_its_time_and_each_once(plain, tmp_path):

@@ -22,7 +22,7 @@ from outrider.report.schema import Report, Row
 from outrider.traffic.counters import Counters, SpeculationStats, read
 from outrider.traffic.drift import Drift
 from outrider.traffic.release import Release, release_of
-from outrider.traffic.watch import Watch, Window, standing, together
+from outrider.traffic.watch import Watch, Window, combined, side_of
 
 EVERY_S = 5
 DAY = 86_400 // EVERY_S
@@ -171,7 +171,7 @@ def test_a_server_that_counts_no_steps_is_compared_only_with_a_drafter_that_alwa
     assert found.tokens_per_step == found.tokens_per_draft == 1.9 and not found.covers_every_step
     for histogram, alarms in ((SELDOM, False), (ALWAYS, True), ((), False)):
         released = release_of(report(400, accepted_histogram=histogram))
-        assert standing(Window(1.0, found), released) == (-1 if alarms else None)
+        assert side_of(Window(1.0, found), released) == (-1 if alarms else None)
         state = Watch(released, EVERY_S)
         views = [state.add(EVERY_S * look, read(LLAMA.format(look * 10_000, look * 9_000))) for look in range(60)]
         assert any(view.alarmed for view in views) == alarms
@@ -185,8 +185,8 @@ def test_stretches_together_are_the_whole():
     """Catches a mean of means, and a stretch left out."""
     readings = [counters(0, 0), counters(10, 5), counters(100, 200), counters(101, 201)]
     parts = [Window(5.0, now.since(then)) for then, now in itertools.pairwise(readings)]
-    assert together(parts) == Window(15.0, readings[-1].since(readings[0]))
-    assert together([]).stats.tokens_per_step is None
+    assert combined(parts) == Window(15.0, readings[-1].since(readings[0]))
+    assert combined([]).stats.tokens_per_step is None
 
 
 def feed(state: Watch, at_s: float, rate: float, count: int, total: list[int], steps: int = 400) -> list[Any]:
@@ -252,7 +252,7 @@ def test_a_server_that_begins_anew_is_noticed_and_counted_on(release):
 
 def test_one_look_says_outside_only_beyond_its_own_noise(release):
     """Catches 3 steps of bad luck sold as a broken drafter."""
-    at = lambda steps, rate: standing(Window(1.0, counters(steps, round(steps * (rate - 1))).since()), release)
+    at = lambda steps, rate: side_of(Window(1.0, counters(steps, round(steps * (rate - 1))).since()), release)
     assert at(3, 1.0) == 0
     assert at(300_000, 1.5) == -1
     assert at(300_000, 4.0) == 1

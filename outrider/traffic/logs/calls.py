@@ -38,7 +38,7 @@ class Call:
             raise ValueError("the answer is not a text")
 
 
-class Unanswered(Exception):
+class RecordedFailure(Exception):
     """The recorded server failed here, so there is nothing to replay."""
 
 
@@ -107,11 +107,11 @@ def words(seed: str, count: int) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=count)) + " "
 
 
-def synthesised(row: Mapping[str, Any], name: str, at_s: float, session: str | None, block: int) -> Call:
+def synthetic_call(row: Mapping[str, Any], name: str, at_s: float, session: str | None, block: int) -> Call:
     """A call of the given lengths.  Calls that share hash ids share a prefix of their text."""
     length, answer = length_of(row["input_length"]), length_of(row["output_length"])
     if answer == 0:
-        raise Unanswered
+        raise RecordedFailure
     if not 0 < length <= LONGEST:
         raise ValueError(f"input_length must be 1 to {LONGEST}, got {length}")
     blocks = [str(entry) for entry in row.get("hash_ids") or ()]

@@ -16,7 +16,7 @@ from typing import Any
 
 from outrider.data.sources.messages import read_row
 from outrider.errors import DataError
-from outrider.traffic.logs.calls import Call, checked_body, length_of, seconds_of, synthesised
+from outrider.traffic.logs.calls import Call, checked_body, length_of, seconds_of, synthetic_call
 from outrider.traffic.logs.redaction import unredacted
 
 Parse = Callable[[Any, str], list[Call]]
@@ -97,7 +97,7 @@ def _gateway(row: Any, name: str) -> list[Call]:
 
 def _lengths(row: Any, name: str, block: int, per_second: float) -> list[Call]:
     """Mooncake and similar: a length, and for every block of tokens a hash of it and all previous blocks."""
-    return [synthesised(row, name, row["timestamp"] / per_second, _session(row), block)]
+    return [synthetic_call(row, name, row["timestamp"] / per_second, _session(row), block)]
 
 
 def _timed(row: Any, name: str) -> list[Call]:
@@ -110,14 +110,14 @@ def _timed(row: Any, name: str) -> list[Call]:
 def _bailian(row: Any, name: str, roots: dict[int, int]) -> list[Call]:
     chat, parent = int(row["chat_id"]), int(row.get("parent_chat_id", -1))
     roots[chat] = roots.get(parent, parent) if parent >= 0 else chat
-    return [synthesised(row, str(chat), float(row["timestamp"]), str(roots[chat]), 16)]
+    return [synthetic_call(row, str(chat), float(row["timestamp"]), str(roots[chat]), 16)]
 
 
 def _burstgpt(row: Any, name: str) -> list[Call]:
     """Lengths in CSV, without shared prefixes."""
     lengths = {"input_length": int(row["Request tokens"]), "output_length": int(row["Response tokens"])}
     session = _session(row, "Session ID") or None  # an empty cell
-    return [synthesised(lengths | {"salt": name}, name, float(row["Timestamp"]), session, 512)]
+    return [synthetic_call(lengths | {"salt": name}, name, float(row["Timestamp"]), session, 512)]
 
 
 def _sharegpt(row: Any, name: str) -> list[Call]:

@@ -26,7 +26,7 @@ import numpy as np
 
 from outrider.errors import ConfigError, DataError
 from outrider.storage.atomic import replacing
-from outrider.traffic.logs.calls import Call, Unanswered
+from outrider.traffic.logs.calls import Call, RecordedFailure
 from outrider.traffic.logs.formats import FORMATS, UNREADABLE, Parse, format_of
 from outrider.traffic.logs.redaction import redacted
 
@@ -71,7 +71,7 @@ class Trace:
                     calls = self.parse(self._row(file, offset), str(line))
                     if not calls or (self.has_times and any(call.at_s is None for call in calls)):
                         raise ValueError("its call has no time" if calls else "no call in it")
-                except (*UNREADABLE, Unanswered) as error:
+                except (*UNREADABLE, RecordedFailure) as error:
                     raise DataError(f"{self.path}:{line}: {_reason_of(error)}; {CHANGED}") from None
                 for call in calls:
                     yield call if call.at_s is None else replace(call, at_s=call.at_s - self.start_s)
@@ -97,7 +97,7 @@ def read(path: Path, format: str | None = None, skip_bad: bool = False) -> Trace
     for offset, line, decode in _rows(path, rows, columns):
         try:
             calls = trace.parse(decode(), str(line))
-        except Unanswered:
+        except RecordedFailure:
             trace.left_out["failed in the log"] += 1
             continue
         except UNREADABLE as error:

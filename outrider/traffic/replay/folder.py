@@ -33,7 +33,7 @@ def _check_free(kind: str, path: Path, over: bool) -> None:
         raise DataError(f"{path} exists already; name another {kind}, or overwrite it with --over")
 
 
-def opened(folder: Path, over: bool) -> IO[str]:
+def open_output(folder: Path, over: bool) -> IO[str]:
     """The file of calls in a new folder.  Raises DataError if one exists and not `over`."""
     _check_free("folder", folder, over)
     try:

@@ -18,7 +18,7 @@ import numpy as np
 from outrider.report import bootstrap
 from outrider.report.bootstrap import Interval
 from outrider.traffic.replay.answer import Answer
-from outrider.traffic.replay.compared import Compared
+from outrider.traffic.replay.comparison import TextComparison
 
 Table = np.ndarray[Any, np.dtype[Any]]
 BLOCKS = 500
@@ -129,9 +129,9 @@ class Endpoint:
     columns: Mapping[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in LATENCIES})
     late_s: array[float] = field(default_factory=lambda: array("d"))
     """Delay of all calls that had a due time."""
-    with_first: Compared = field(default_factory=Compared)
+    with_first: TextComparison = field(default_factory=TextComparison)
     """Its answers compared with those of the first server."""
-    with_log: Compared = field(default_factory=Compared)
+    with_log: TextComparison = field(default_factory=TextComparison)
 
     def take(self, number: int, answer: Answer, counts: bool = True) -> None:
         """Add one call.  counts: False for warm-up calls, which are counted but not timed."""

@@ -141,7 +141,7 @@ def prepared(call: Call, server: Server, plan: Plan) -> tuple[str, bytes]:
     return "/v1/chat/completions" if "messages" in body else "/v1/completions", json.dumps(body).encode()
 
 
-def dues(trace: Trace, plan: Plan) -> Iterator[tuple[Call, float]]:
+def schedule(trace: Trace, plan: Plan) -> Iterator[tuple[Call, float]]:
     """Every call and its due time, in seconds after the start."""
     noise, at_s = random.Random(plan.seed), 0.0
     for call in itertools.islice(trace.calls(), plan.limit):

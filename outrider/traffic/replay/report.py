@@ -7,7 +7,7 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from outrider.report.bootstrap import Interval
-from outrider.traffic.replay.compared import Compared
+from outrider.traffic.replay.comparison import TextComparison
 from outrider.traffic.replay.latencies import Endpoint, Spread
 
 
@@ -18,12 +18,12 @@ class ServerComparison:
     url: str
     ratios: Mapping[str, Interval]
     """Of the mean TTFT, TPOT and E2E, this server / the first, with 95 % intervals."""
-    answers: Compared | None
+    answers: TextComparison | None
     """Over the calls that both answered."""
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayResult:
     """The result of a replay."""
 
     log: str
@@ -45,7 +45,7 @@ class Replayed:
     endpoints: tuple[Endpoint, ...]
     comparisons: tuple[ServerComparison, ...]
     """Every other server, compared with the first."""
-    log_answers: Mapping[str, Compared]
+    log_answers: Mapping[str, TextComparison]
     """By server: its answers compared with those of the log."""
     slo: Mapping[str, float]
     notes: tuple[str, ...]

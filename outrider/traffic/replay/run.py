@@ -38,10 +38,10 @@ from outrider.traffic.logs.traces import Trace
 from outrider.traffic.replay import latencies
 from outrider.traffic.replay.answer import Answer
 from outrider.traffic.replay.connection import ConnectionPool
-from outrider.traffic.replay.folder import opened
+from outrider.traffic.replay.folder import open_output
 from outrider.traffic.replay.latencies import Endpoint
-from outrider.traffic.replay.plan import Plan, dues, prepared
-from outrider.traffic.replay.report import Replayed, ServerComparison
+from outrider.traffic.replay.plan import Plan, prepared, schedule
+from outrider.traffic.replay.report import ReplayResult, ServerComparison
 from outrider.traffic.replay.servers import Server, check_servers, server_at
 
 PROGRESS_S = 2.0
@@ -54,7 +54,7 @@ Progress = Callable[[int, str], None]
 def replay(
     trace: Trace, urls: Sequence[str], plan: Plan | None = None, *, folder: Path | None = None, over: bool = False,
     key: str | None = None, progress: Progress | None = None,
-) -> Replayed:  # fmt: skip
+) -> ReplayResult:  # fmt: skip
     """Send the calls of `trace` to each server of `urls`.
 
     After Ctrl-C, the result covers the calls up to then.  After an error, such as a log that changed in the meantime,
@@ -68,7 +68,7 @@ def replay(
     check_servers(urls)
     servers = [server_at(url, key) for url in urls]
     _allow_connections()
-    with nullcontext() if folder is None else opened(folder, over) as file:
+    with nullcontext() if folder is None else open_output(folder, over) as file:
         run = _Run(trace, servers, plan, file, key, progress)
         gc.collect()
         gc.freeze()  # a full collection would block sending for 20 ms
@@ -179,7 +179,7 @@ class _Run:
 
     async def _send_on_time(self) -> None:
         """Send each call when it is due, without waiting for answers."""
-        for number, (call, at_s) in enumerate(dues(self.trace, self.plan)):
+        for number, (call, at_s) in enumerate(schedule(self.trace, self.plan)):
             bodies = self._bodies(number, call)
             due_s = self.start_s + at_s
             await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
@@ -300,7 +300,7 @@ class _Run:
 
     # ── the result ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def result(self, key: str | None) -> Replayed:
+    def result(self, key: str | None) -> ReplayResult:
         plan, trace, first = self.plan, self.trace, self.endpoints[0]
         notes = self._notes()
         for server, endpoint in zip(self.servers, self.endpoints, strict=True):
@@ -318,7 +318,7 @@ class _Run:
             ServerComparison(one.url, latencies.ratios(first, one, not plan.split), texts)
             for one, texts in zip(self.endpoints[1:], answers, strict=True)
         ]
-        return Replayed(
+        return ReplayResult(
             str(trace.path), trace.format, plan.mode, datetime.now(UTC).isoformat(timespec="seconds"), self.calls,
             self.calls - self.num_begun, trace.left_out, trace.num_synthetic, not self.is_stopped, self.seconds,
             late, tuple(self.endpoints), tuple(comparisons),

@@ -9,7 +9,7 @@ EXAMPLES = 20
 
 
 @dataclass
-class Compared:
+class TextComparison:
     """Texts compared so far."""
 
     compared: int = 0
