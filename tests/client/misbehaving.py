@@ -148,8 +148,8 @@ class Server(asyncio.Protocol):
     async def _whole(self, name: str, pieces: list[str], usage: Any, wish: dict[str, Any], is_chat: bool) -> None:
         part = {"message": {"role": "assistant", "content": "".join(pieces)}} if is_chat else {"text": "".join(pieces)}
         choice = {"index": 0, "finish_reason": "stop", **part}
-        found = {"id": "answer", "model": MODEL, "choices": [choice], "usage": usage}
-        data = json.dumps(found, ensure_ascii=False).encode()
+        answer = {"id": "answer", "model": MODEL, "choices": [choice], "usage": usage}
+        data = json.dumps(answer, ensure_ascii=False).encode()
         length = len(data)
         self.ledger.begun[name] += 1
         if wish.get("error") is not None:

@@ -26,8 +26,8 @@ RETRIES = Retries(attempts=2, base_s=0.01, spare=1000)
 
 @pytest.fixture
 def stub() -> Iterator[tuple[str, Ledger]]:
-    with misbehaving.running() as found:
-        yield found
+    with misbehaving.running() as server:
+        yield server
 
 
 def written(path: Path, rows: list[Any]) -> Path:
@@ -39,9 +39,9 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def run(url: str, given: Path, to: Path, **settings: Any) -> FileProgress:
+def run(url: str, source: Path, to: Path, **settings: Any) -> FileProgress:
     async def main() -> FileProgress:
-        prompts = read_prompts(given, {"max_tokens": 8})
+        prompts = read_prompts(source, {"max_tokens": 8})
         async with AsyncClient(url, model=MODEL, retries=RETRIES, prices=PRICES, **settings) as client:
             with locked(to):
                 return await ask_all(client, unanswered(prompts, to), to, 4)
@@ -59,30 +59,30 @@ def test_lines_of_every_kind_are_answered_with_their_ids(stub, tmp_path):
     ]  # fmt: skip
     outcome = run(url, written(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl")
     assert (outcome.answered, outcome.failed, outcome.stopped) == (5, {}, None)
-    found = {row["id"]: row for row in rows_of(tmp_path / "out.jsonl")}
+    rows = {row["id"]: row for row in rows_of(tmp_path / "out.jsonl")}
     hashed = asking.digest({"prompt": "a text"})[: asking.SHORT]
-    assert found.keys() == {hashed, f"{hashed}-2", "7", "x", "y"}
-    assert found[hashed]["text"] == found[f"{hashed}-2"]["text"] == text_of("a text", 8)
-    assert (found["7"]["text"], found["x"]["text"], found["y"]["text"]) == (
+    assert rows.keys() == {hashed, f"{hashed}-2", "7", "x", "y"}
+    assert rows[hashed]["text"] == rows[f"{hashed}-2"]["text"] == text_of("a text", 8)
+    assert (rows["7"]["text"], rows["x"]["text"], rows["y"]["text"]) == (
         text_of("b", 4), text_of("c", 8), text_of("d", 6)
     )  # fmt: skip
-    assert found["7"]["cost"] == "0.000081" and found["7"]["usage"]["completion_tokens"] == 4
-    assert (found["7"]["finish_reason"], found["7"]["attempts"], found["7"]["model"]) == ("stop", 1, MODEL)
+    assert rows["7"]["cost"] == "0.000081" and rows["7"]["usage"]["completion_tokens"] == 4
+    assert (rows["7"]["finish_reason"], rows["7"]["attempts"], rows["7"]["model"]) == ("stop", 1, MODEL)
 
 
 def test_the_same_command_asks_for_what_failed_only(stub, tmp_path):
     """Catches an answered prompt that is asked again, a failed one that is not and a line that was cut short."""
     url, ledger = stub
     rows = [{"prompt": f"p{i}", "trouble": [{"status": 400}] if i == 3 else []} for i in range(40)]
-    given, to = written(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
-    first = run(url, given, to, budget=Decimal("0.003"))
+    source, to = written(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    first = run(url, source, to, budget=Decimal("0.003"))
     assert 4 < first.answered < 39 and first.stopped is not None and len(first.failed) <= 5
     assert sum(isinstance(error, RefusedError) for error in first.failed.values()) == 1 and ledger.charged <= Decimal(
         "0.003"
     )
     with to.open("a") as file:
         file.write('{"id": "cut sho')
-    second = run(url, given, to)
+    second = run(url, source, to)
     assert (first.answered + second.answered, second.failed, second.stopped) == (40, {}, None)
     assert sorted(row["text"] for row in rows_of(to)) == sorted(text_of(f"p{i}", 8) for i in range(40))
     assert len({row["id"] for row in rows_of(to)}) == 40
@@ -109,12 +109,12 @@ def test_a_file_that_is_wrong_is_refused_before_anything_is_sent(tmp_path):
 
 def test_answers_to_other_requests_are_not_taken_for_these(tmp_path):
     """Catches answers of two settings mixed in one file, a file of something else, and two processes at once."""
-    given, to = written(tmp_path / "in.jsonl", [{"id": "a", "prompt": "p"}]), tmp_path / "out.jsonl"
-    [prompt] = read_prompts(given, {"temperature": 0})
+    source, to = written(tmp_path / "in.jsonl", [{"id": "a", "prompt": "p"}]), tmp_path / "out.jsonl"
+    [prompt] = read_prompts(source, {"temperature": 0})
     written(to, [{"id": "a", "request": prompt.request}])
     assert unanswered([prompt], to) == []
     with pytest.raises(DataError, match="another request with id 'a'"):
-        unanswered(read_prompts(given, {"temperature": 1}), to)
+        unanswered(read_prompts(source, {"temperature": 1}), to)
     written(to, [{"other": 1}])
     with pytest.raises(DataError, match="line 1, is not an answer of `outrider ask`"):
         unanswered([prompt], to)
@@ -142,10 +142,10 @@ def test_a_run_that_is_killed_loses_nothing_and_answers_nothing_twice(stub, tmp_
     """Catches an answer that waits in memory and half a line that is taken for one."""
     url, ledger = stub
     rows = [{"prompt": f"p{i}", "trouble": [{"slow": True}] * 9} for i in range(24)]
-    given, to = written(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    source, to = written(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
     noise, kills, before = random.Random(1), 0, 0
     while True:
-        process = subprocess.Popen([sys.executable, "-c", SCRIPT, url, str(given), str(to)], env=os.environ)
+        process = subprocess.Popen([sys.executable, "-c", SCRIPT, url, str(source), str(to)], env=os.environ)
         until = before + noise.randint(8, 14)
         while process.poll() is None and (not to.exists() or to.read_bytes().count(b"\n") < until):
             time.sleep(0.005)

@@ -38,8 +38,8 @@ SHORT = Timeouts(connect_s=2.0, first_byte_s=0.3, idle_s=0.3, total_s=5.0)
 
 @pytest.fixture
 def stub() -> Iterator[tuple[str, Ledger]]:
-    with misbehaving.running() as found:
-        yield found
+    with misbehaving.running() as server:
+        yield server
 
 
 def asked(url: str, work: Callable[[AsyncClient], Awaitable[T]], **settings: Any) -> T:
@@ -162,11 +162,11 @@ def test_an_answer_that_began_is_never_asked_for_again(stub, wish, is_stream):
         assert (client.usage.requests, client.usage.answered, client.usage.uncertain) == (1, 0, 1)
         return caught.value.text
 
-    found = asked(url, work)
+    received = asked(url, work)
     assert (ledger.attempts["hi"], ledger.sent_again) == (1, [])
-    assert found == "".join(pieces) and text_of("hi").startswith(found)
+    assert received == "".join(pieces) and text_of("hi").startswith(received)
     if is_stream and wish in ({"error": 2}, {"stall": 2}):
-        assert found == "".join(pieces_of("hi", None)[:2])
+        assert received == "".join(pieces_of("hi", None)[:2])
 
 
 def test_a_caller_may_ask_for_torn_answers_again(stub):
@@ -319,20 +319,20 @@ def test_predictions_that_are_rejected_are_left_out(stub, caplog):
 
 
 @pytest.mark.parametrize(
-    ("wish", "settings", "wanted"),
+    ("wish", "settings", "expected"),
     [
         ({"status": 400, "param": "speculative.drafter"}, {"speculative": {"drafter": "x"}}, {"speculative": False}),
         ({"status": 400, "param": "prediction"}, {"prediction": "a"}, {}),
         ({"status": 500}, {"speculative": True, "prediction": "a"}, {"speculative": False}),
     ],
 )
-def test_a_request_that_fails_for_its_drafter_is_asked_of_the_target_alone(stub, wish, settings, wanted):
+def test_a_request_that_fails_for_its_drafter_is_asked_of_the_target_alone(stub, wish, settings, expected):
     """Catches an answer that is lost for a draft, which never changes a text; and the same mistake sent again."""
     url, ledger = stub
     answer = asked(url, chat("hi", trouble=[wish, {}], **settings))
     assert (answer.text, answer.attempts, answer.is_plain) == (text_of("hi"), 2, True)
     sent = {name: ledger.bodies[1][name] for name in ("speculative", "prediction") if name in ledger.bodies[1]}
-    assert sent == wanted
+    assert sent == expected
     with pytest.raises(RefusedError, match="HTTP 400"):
         asked(url, chat("ho", trouble=[wish, {"status": 400, "param": "speculative"}], **settings))
     assert ledger.attempts["ho"] == 2
@@ -356,17 +356,17 @@ def test_nothing_that_was_said_is_logged_and_the_key_is_not_repeated(stub, caplo
 
 def test_our_own_server_answers_as_generate_does(talker):
     """Catches a client that only its own test server understands."""
-    wanted = generate(talker, "abcabc", max_new_tokens=12)[0].text
+    expected = generate(talker, "abcabc", max_new_tokens=12)[0].text
     with running(talker) as server, Client(server.url, model="tiny", prices=PRICES) as client:
         settings = {"max_tokens": 12, "temperature": 0}
         answer = client.complete("abcabc", return_token_ids=True, **settings)
-        assert answer.text == wanted
+        assert answer.text == expected
         assert answer.usage is not None and answer.usage.completion_tokens == len(answer.raw["choices"][0]["token_ids"])
         assert (answer.cost, client.usage.cost) == (None, None)
-        assert "".join(chunk.text for chunk in client.complete_stream("abcabc", **settings)) == wanted
+        assert "".join(chunk.text for chunk in client.complete_stream("abcabc", **settings)) == expected
         plain = client.complete("abcabc", speculative={"depth": 2}, prediction="abc", **settings)
-        assert (plain.text, plain.is_plain, plain.attempts) == (wanted, True, 2)
-        assert client.complete("abcabc", prediction=wanted, **settings).text == wanted
+        assert (plain.text, plain.is_plain, plain.attempts) == (expected, True, 2)
+        assert client.complete("abcabc", prediction=expected, **settings).text == expected
         chat = client.chat("abc", max_tokens=8, temperature=0).text
         assert "".join(chunk.text for chunk in client.chat_stream("abc", max_tokens=8, temperature=0)) == chat
         with pytest.raises(RefusedError, match="unknown model 'other'"):

@@ -42,20 +42,20 @@ WISHES = [
 
 def test_a_server_s_wish_is_read_in_order():
     """Catches a date taken for a number, milliseconds for seconds and a wish of the past."""
-    for headers, wanted in WISHES:
-        assert retry_after_s(headers, NOW) == (None if wanted is None else pytest.approx(wanted)), headers
+    for headers, expected in WISHES:
+        assert retry_after_s(headers, NOW) == (None if expected is None else pytest.approx(expected)), headers
 
 
 def test_what_is_sent_again():
     """Catches a request that can't succeed sent again, and a quota that is used up taken for a rate."""
-    for status, headers, codes, wanted in (
+    for status, headers, codes, expected in (
         *((status, {}, set(), True) for status in (408, 409, 429, 500, 502, 503, 504, 529)),
         *((status, {}, set(), False) for status in (400, 401, 403, 404, 413, 422, 501, 302)),
         (429, {}, {"insufficient_quota"}, False), (429, {"x-should-retry": "true"}, {"insufficient_quota"}, False),
         (429, {}, {"rate_limit_exceeded"}, True), (500, {"x-should-retry": "false"}, set(), False),
         (400, {"x-should-retry": "true"}, set(), True), (400, {"x-should-retry": "perhaps"}, set(), False),
     ):  # fmt: skip
-        assert is_retryable(status, headers, frozenset(codes)) is wanted, (status, headers, codes)
+        assert is_retryable(status, headers, frozenset(codes)) is expected, (status, headers, codes)
 
 
 def test_a_pause_is_drawn_from_a_bound_that_doubles():
@@ -136,12 +136,12 @@ def test_tokens_that_were_not_used_are_given_back_and_others_are_owed(time):
 
     async def taken():
         bucket = TokenBucket(6_000, time)
-        found = []
+        times = []
         for correction in (-500, 0, 1_200, 0):
             await bucket.take(600)
             bucket.correct(correction)
-            found.append(time.now)
-        return found
+            times.append(time.now)
+        return times
 
     first, second, third, fourth = asyncio.run(taken())
     assert first == 0.0
@@ -244,16 +244,16 @@ def test_what_is_under_way_counts_and_is_waited_for():
     """Catches two requests that both get the last of a budget, and one refused while another may leave enough."""
 
     async def main():
-        account, found = Account(Decimal(10)), list[str]()
+        account, events = Account(Decimal(10)), list[str]()
 
         async def second():
             await account.reserve(Decimal(6))
-            found.append("second")
+            events.append("second")
 
         await account.reserve(Decimal(6))
         task = asyncio.create_task(second())
         await asyncio.sleep(0.01)
-        assert found == []
+        assert events == []
         account.charge(Decimal(6), Usage(1, 1), Decimal(4))
         await task
         account.mark_uncertain(Decimal(6))
@@ -267,7 +267,7 @@ def test_what_is_under_way_counts_and_is_waited_for():
         assert without.totals.cost is None
         with pytest.raises(BudgetExceeded):
             await without.reserve(Decimal(3))
-        return found
+        return events
 
     assert asyncio.run(main()) == ["second"]
 

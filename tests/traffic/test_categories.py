@@ -26,9 +26,9 @@ SEEN: list[tuple[Category, str, str, dict[str, Any]]] = [
 
 def test_every_mark_is_seen():
     """Catches a mark that no longer matches, or that decides for another category, and one without a text here."""
-    for category, mark, text, given in SEEN:
-        assert mark in marks(text, given)[category] and category_of(text, given) == category, text
-    listed = {(category, name) for category, own in MARKS.items() for name in own}
+    for category, mark, text, settings in SEEN:
+        assert mark in marks(text, settings)[category] and category_of(text, settings) == category, text
+    listed = {(category, name) for category, patterns in MARKS.items() for name in patterns}
     more = {("language", "script"), ("language", "words"), ("chat", "question"), ("extraction", "schema")}
     assert {(category, mark) for category, mark, _, _ in SEEN} == listed | more
 

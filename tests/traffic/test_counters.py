@@ -82,9 +82,9 @@ def test_what_prometheus_wrote_is_read_back_and_time_stamps_are_not_counted():
     for drafted, kept in [(5, 0), (5, 2), (3, 3), (0, 0)]:
         engine.step(drafted, kept)
     assert "_created" in engine.text
-    found = read(engine.text)
-    since = found.since()
-    assert (found.server, since.drafts, since.drafted, since.accepted) == ("vLLM", 3, 13, 5)
+    counters = read(engine.text)
+    since = counters.since()
+    assert (counters.server, since.drafts, since.drafted, since.accepted) == ("vLLM", 3, 13, 5)
     assert since.by_position == (2, 2, 1)
     assert since.tokens_per_draft == pytest.approx(1 + 5 / 3)
     assert since.rates == pytest.approx((2 / 3, 2 / 3, 1 / 3))
@@ -100,9 +100,9 @@ def test_tokens_per_step_counts_steps_without_a_draft_and_no_token_that_a_prefil
         for drafted, kept in [(0, 0), (0, 0), (5, 4)]:
             engine.step(drafted, kept)
         engine.step(5, 3, cut=2)
-    found = read(engine.text).since()
-    assert (found.steps, found.drafts, found.generated, found.first_tokens) == (8, 4, 20, 2)
-    assert found.tokens_per_step == (20 - 2) / 8 and found.tokens_per_draft == 1 + 14 / 4
+    stats = read(engine.text).since()
+    assert (stats.steps, stats.drafts, stats.generated, stats.first_tokens) == (8, 4, 20, 2)
+    assert stats.tokens_per_step == (20 - 2) / 8 and stats.tokens_per_draft == 1 + 14 / 4
 
 
 def test_engines_are_summed():
@@ -112,9 +112,9 @@ def test_engines_are_summed():
         engine.step(5, kept, which)
     engine.running.labels(**engine.engines[0]).set(2)
     engine.running.labels(**engine.engines[2]).set(3)
-    found = read(engine.text)
-    assert (found.total.drafts, found.total.drafted, found.total.accepted, found.running) == (3, 15, 7, 5)
-    assert found.total.by_position == (3, 2, 1, 1)
+    counters = read(engine.text)
+    assert (counters.total.drafts, counters.total.drafted, counters.total.accepted, counters.running) == (3, 15, 7, 5)
+    assert counters.total.by_position == (3, 2, 1, 1)
 
 
 def test_a_restart_is_noticed_and_counts_are_never_negative():
@@ -125,8 +125,8 @@ def test_a_restart_is_noticed_and_counts_are_never_negative():
     for _ in range(4):
         new.step(5, 3)
     before, after = read(old.text), read(new.text)
-    found = after.since(before)
-    assert found.restarted and (found.drafts, found.accepted, found.by_position) == (4, 12, (4, 4, 4))
+    stats = after.since(before)
+    assert stats.restarted and (stats.drafts, stats.accepted, stats.by_position) == (4, 12, (4, 4, 4))
     further = Engine()
     for _ in range(40):
         further.step(5, 3)
@@ -142,9 +142,9 @@ def test_gauges_of_an_interval_are_not_differenced():
         + [f'sglang:spec_accept_length{{engine="{i}"}} {length}\n' for i, length in enumerate(lengths)]
     )
     before, after = read(text(100, 2.9)), read(text(150, 3.1, 0.0))
-    found = after.since(before)
-    assert after.server == "SGLang" and found.is_interval
-    assert (found.drafts, found.tokens_per_step, found.accepted) == (50, 3.1, None)
+    stats = after.since(before)
+    assert after.server == "SGLang" and stats.is_interval
+    assert (stats.drafts, stats.tokens_per_step, stats.accepted) == (50, 3.1, None)
     assert after.since(after).tokens_per_step is None
     assert read('sglang:spec_accept_length{engine="0"} 2.5\n').since().tokens_per_step == 2.5
 
@@ -154,17 +154,17 @@ def test_every_kind_of_server_is_understood_by_its_own_names(names):
     """Catches a misspelt name or label."""
     text = f"{names.drafts} 10\n{names.drafted} 50\n{names.accepted} 15.0\n"
     text += "".join(f'{names.by_position}{{position="{k}"}} {count}\n' for k, count in enumerate((9, 5, 1)))
-    found = read(text)
-    assert found.server == names.server
-    assert found.since().tokens_per_step == 2.5 and found.since().by_position == (9, 5, 1)
+    counters = read(text)
+    assert counters.server == names.server
+    assert counters.since().tokens_per_step == 2.5 and counters.since().by_position == (9, 5, 1)
 
 
 def test_a_server_without_a_drafter_is_read_and_says_so_when_asked():
     """Catches 1.00 tokens per step reported for a server that never drafts."""
-    found = read("# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 3\n")
-    assert found.server is None
+    counters = read("# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 3\n")
+    assert counters.server is None
     with pytest.raises(DataError, match="nothing about drafts"):
-        found.since()
+        counters.since()
     # NaN is what a server writes for what it hasn't measured
     assert read(f'{VLLM}drafts_total{{engine="0"}} NaN\n{VLLM}drafts_total{{engine="1"}} 4\n').since().drafts == 4
 
@@ -186,12 +186,12 @@ def test_the_metrics_are_found_from_any_address_of_the_server(monkeypatch):
 
 def test_an_answer_that_holds_no_metrics_is_one_clear_sentence():
     """Catches a traceback out of the parser, and a web page read as "no drafts yet"."""
-    for status, body, said in (
+    for status, body, message in (
         (404, b"", "answered 404"), (401, b"", "password"), (200, b"<html>hello</html>", "no metrics"),
         (200, b"", "no metrics"), (200, b"\xff\xfe\x00", "no metrics"),
         (200, f"{VLLM}drafts_total{{engine=".encode(), "Prometheus"),
     ):  # fmt: skip
-        with served(lambda _, answer=(status, body): answer) as url, pytest.raises(DataError, match=said):
+        with served(lambda _, answer=(status, body): answer) as url, pytest.raises(DataError, match=message):
             scrape(url)
 
 

@@ -108,21 +108,21 @@ def log(
 
 def faults(result: ReplayResult, folder: Path) -> list[str]:
     """What does not add up: between the counts, and between them and the lines that were written."""
-    found = []
+    faults = []
     lines = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
     numbers = [line["call"] for line in lines]
     if len(set(numbers)) != len(numbers) or len(numbers) + result.not_sent != result.calls:
-        found.append(f"{len(numbers)} lines, {result.not_sent} not sent, {result.calls} calls")
+        faults.append(f"{len(numbers)} lines, {result.not_sent} not sent, {result.calls} calls")
     for endpoint in result.endpoints:
         if endpoint.sent != endpoint.answered + sum(endpoint.failed.values()) + sum(endpoint.cut_off.values()):
-            found.append(f"{endpoint.url}: {endpoint.sent} sent")
+            faults.append(f"{endpoint.url}: {endpoint.sent} sent")
         rows = [line["servers"][endpoint.url] for line in lines if endpoint.url in line["servers"]]
         if len(rows) != endpoint.sent:
-            found.append(f"{endpoint.url}: {endpoint.sent} sent, {len(rows)} written")
+            faults.append(f"{endpoint.url}: {endpoint.sent} sent, {len(rows)} written")
         for kind, count in (("answered", endpoint.answered), ("failed", sum(endpoint.failed.values()))):
             if sum(row["outcome"] == kind for row in rows) != count:
-                found.append(f"{endpoint.url}: {count} {kind}")
-    return found
+                faults.append(f"{endpoint.url}: {count} {kind}")
+    return faults
 
 
 def test_every_call_is_accounted_for_when_the_server_is_killed_and_started_again(tmp_path):
@@ -197,8 +197,8 @@ def test_ctrl_c_stops_and_what_came_is_kept(plain, tmp_path):
     while not (written.exists() and written.read_bytes().count(b"\n") > 30) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=20)
-    assert process.returncode == 130, said
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 130, output
     kept = json.loads((tmp_path / "out" / "replay.json").read_text())
     lines = (tmp_path / "out" / "calls.jsonl").read_text().splitlines()
     assert not kept["is_whole"] and 0 < kept["not_sent"] < 2000
@@ -209,7 +209,7 @@ def test_ctrl_c_stops_and_what_came_is_kept(plain, tmp_path):
     assert failed["stopped"] >= 1 and cut_off["stopped"] >= 1
     (row,) = next(line for line in map(json.loads, lines) if line["call"] == 4)["servers"].values()
     assert row["outcome"] == "cut off" and row["pieces"] == 2 and row["answer"] and row["ttft_s"] > 0
-    assert f"{kept['not_sent']} calls were not sent" in said
+    assert f"{kept['not_sent']} calls were not sent" in output
 
 
 @pytest.mark.parametrize("concurrency", [None, 1])
@@ -246,17 +246,17 @@ def test_a_full_disk_ends_the_replay_with_its_own_error(plain, tmp_path):
 def misplaced(result: ReplayResult, folder: Path) -> list[str]:
     """Answers that stand under the wrong server: the other one says "other", and is slower by 40 ms or more."""
     first, second, *_ = result.endpoints
-    found = []
+    misplaced = []
     for line in map(json.loads, (folder / "calls.jsonl").open()):
         texts = [line["servers"][endpoint.url]["answer"] for endpoint in (first, second)]
         if "other" in texts[0] or "other" not in texts[1]:
-            found.append(f"call {line['call']}")
+            misplaced.append(f"call {line['call']}")
         at = line["servers"][second.url]["first_difference"]
         if at != texts[1].index("other"):
-            found.append(f"call {line['call']} differs at {at}")
+            misplaced.append(f"call {line['call']} differs at {at}")
     if first.ttft_s is None or second.ttft_s is None or not second.ttft_s.p50 > first.ttft_s.p50:
-        found.append("the slower server is the faster one")
-    return found
+        misplaced.append("the slower server is the faster one")
+    return misplaced
 
 
 def test_each_of_several_servers_is_compared_with_the_first(plain, other, twin, tmp_path):
@@ -309,10 +309,10 @@ def test_calls_are_due_at_the_logs_times_divided_by_the_speed(tmp_path):
 def test_a_rate_is_a_poisson_process_and_the_same_twice(tmp_path):
     """Catches a steady rate in its place, which hides queues, and times that no seed fixes.  Seeded: no false alarm."""
     trace = log(tmp_path, 3000)
-    found = np.array([at for _, at in schedule(trace, Plan(rate=50, seed=3))])
-    gaps = np.diff(found)
+    times = np.array([at for _, at in schedule(trace, Plan(rate=50, seed=3))])
+    gaps = np.diff(times)
     assert abs(gaps.mean() * 50 - 1) < 0.06 and abs(gaps.std() * 50 - 1) < 0.1
-    assert found.tolist() == [at for _, at in schedule(trace, Plan(rate=50, seed=3))]
+    assert times.tolist() == [at for _, at in schedule(trace, Plan(rate=50, seed=3))]
 
 
 def test_nothing_is_sent_before_its_time_and_each_once(plain, tmp_path):
@@ -350,8 +350,8 @@ def test_a_pause_doubles_and_does_what_the_server_says():
     """Catches Retry-After that is ignored, and callers that all come back at once."""
     noise = random.Random(0)
     pauses = [[Answer(0.0, attempts=attempt).backoff_s(noise) or 0 for _ in range(200)] for attempt in (1, 2, 3, 20)]
-    for attempt, found in zip((1, 2, 4, 60), pauses, strict=True):
-        assert 0.25 * attempt <= min(found) < max(found) <= 0.75 * attempt
+    for attempt, drawn in zip((1, 2, 4, 60), pauses, strict=True):
+        assert 0.25 * attempt <= min(drawn) < max(drawn) <= 0.75 * attempt
     assert Answer(0.0, retry_after_s=2.5).backoff_s(noise) == 2.5
     assert Answer(0.0, retry_after_s=3600).backoff_s(noise) is None
     assert Answer(0.0, retry_after_s=30.5).backoff_s(noise) is None
@@ -361,12 +361,14 @@ def test_a_pause_doubles_and_does_what_the_server_says():
 
 def test_a_call_is_sent_as_the_plan_says():
     """Catches a limit that makes short answers long and a model that a server does not have."""
-    said = [{"role": "system", "content": "S"}, {"role": "user", "content": [{"type": "text", "text": "U"}]}]
-    call = Call({"messages": said, "model": "gpt", "max_tokens": 5, "temperature": 1, "tools": []}, "1", synthetic=True)
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": [{"type": "text", "text": "U"}]}]
+    call = Call(
+        {"messages": messages, "model": "gpt", "max_tokens": 5, "temperature": 1, "tools": []}, "1", synthetic=True
+    )
     server = Server(address_of("x"), ("ours", "more"), None, None)
     sent = lambda **plan: (lambda path, body: (path, json.loads(body)))(*prepared(call, server, Plan(**plan)))
     path, body = sent()
-    assert path == "/v1/chat/completions" and body["messages"] == said and body["stream"]
+    assert path == "/v1/chat/completions" and body["messages"] == messages and body["stream"]
     assert (body["model"], body["max_tokens"], body["temperature"]) == ("ours", 5, 1)
     assert body["stream_options"] == {"include_usage": True} and "ignore_eos" not in body
     assert [sent(max_tokens=most)[1]["max_tokens"] for most in (3, 9)] == [3, 5]
@@ -374,7 +376,7 @@ def test_a_call_is_sent_as_the_plan_says():
     assert sent(model="gpt")[1]["model"] == "gpt"
     path, body = sent(completions=True)
     assert path == "/v1/completions" and body["prompt"] == "S\n\nU" and not {"messages", "tools"} & set(body)
-    assert call.body["messages"] == said and "stream" not in call.body
+    assert call.body["messages"] == messages and "stream" not in call.body
 
 
 @contextmanager
@@ -388,9 +390,9 @@ def speaking(data: bytes, pieces: int = 1, close: bool = True, heard: list[bytes
                 line, _ = listener.accept()
             except OSError:
                 return
-            asked = line.recv(65536)
+            request = line.recv(65536)
             if heard is not None:
-                heard.append(asked)
+                heard.append(request)
             size = max(1, len(data) // pieces)
             for start in range(0, len(data), size):
                 line.sendall(data[start : start + size])
@@ -420,7 +422,7 @@ EVENT = b'data: {"choices":[{"text":"hi","finish_reason":"stop"}]}\n\n'
 
 
 @pytest.mark.parametrize(
-    ("said", "failure"),
+    ("sent", "failure"),
     [
         (OK + b"\r\n" + EVENT, None), (OK + b"Connection: close\r\n\r\n" + EVENT + b"data: [DONE]\n\n", None),
         (OK + b"Transfer-Encoding: chunked\r\n\r\n%x;a=b\r\n%s\r\n0\r\nX: y\r\n\r\n" % (len(EVENT), EVENT), None),
@@ -440,10 +442,10 @@ EVENT = b'data: {"choices":[{"text":"hi","finish_reason":"stop"}]}\n\n'
         (b'HTTP/1.1 422 X\r\nContent-Length: 17\r\n\r\n{"error": "extra"}'[:-1], "HTTP 422"),
     ],
 )  # fmt: skip
-def test_whatever_a_server_says_is_an_answer(said, failure):
+def test_whatever_a_server_says_is_an_answer(sent, failure):
     """Catches a server that ends the replay, or that is waited for without an end, by what it says."""
     for pieces in (1, 11):
-        with speaking(said, pieces) as url:
+        with speaking(sent, pieces) as url:
             answer = asked(url)
         if failure is None:
             assert answer.failure is None and answer.text == "hi"
@@ -486,9 +488,9 @@ def test_gaps_in_bins_have_the_percentiles_of_the_gaps_themselves():
     gaps = Gaps()
     for gap in (0.0, *noise):
         gaps.take(gap)
-    found = gaps.spread()
-    assert found is not None and found.samples == 5001 and found.most == noise.max()
-    assert [found.p50, found.p95, found.p99] == pytest.approx(np.quantile(noise, [0.5, 0.95, 0.99]), rel=0.02)
+    spread = gaps.spread()
+    assert spread is not None and spread.samples == 5001 and spread.most == noise.max()
+    assert [spread.p50, spread.p95, spread.p99] == pytest.approx(np.quantile(noise, [0.5, 0.95, 0.99]), rel=0.02)
     assert Gaps().spread() is None
 
 
@@ -537,8 +539,8 @@ def test_ratios_are_over_the_calls_that_both_answered_and_blocks_change_little()
             answered(number, first, 0.1, 0.1 + long, 5)
         if number % 5:
             answered(number, second, 0.1, 0.1 + long / 2, 5)
-    found = latencies.ratios(first, second, paired=True)["tpot_s"]
-    assert found.center == pytest.approx(0.5) and found.high - found.low < 1e-9
+    ratio = latencies.ratios(first, second, paired=True)["tpot_s"]
+    assert ratio.center == pytest.approx(0.5) and ratio.high - ratio.low < 1e-9
     alone = latencies.ratios(first, second, paired=False)["tpot_s"]
     assert alone.low < 0.5 < alone.high
 
@@ -562,7 +564,7 @@ def test_a_server_that_answers_nothing_is_an_error_and_its_model_is_said(plain, 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "said"),
+    ("arguments", "kind", "message"),
     [
         ((), ConfigError, "nothing to do"),
         (("--against", "URL", "--rate", "1", "--concurrency", "1"), ConfigError, "choose one"),
@@ -577,12 +579,12 @@ def test_a_server_that_answers_nothing_is_an_error_and_its_model_is_said(plain, 
         (("--against", "URL", "--json", "absent/x.json"), DataError, "no such folder"),
     ],
 )
-def test_what_can_not_be_done_is_said_before_anything_is_sent(arguments, kind, said, plain, tmp_path):
+def test_what_can_not_be_done_is_said_before_anything_is_sent(arguments, kind, message, plain, tmp_path):
     before = len(httpx.get(plain.url + "/received").json())
     path, saved = log(tmp_path, 3).path, tmp_path / "saved.jsonl"
     named = lambda part: part.replace("URL", plain.url).replace("LOG", str(path)).replace("SAVED", str(saved))
     done = run(path, *map(named, arguments), "--out", tmp_path / "out")
-    assert isinstance(done.exception, kind) and named(said) in str(done.exception)
+    assert isinstance(done.exception, kind) and named(message) in str(done.exception)
     assert not (tmp_path / "out").exists() and not saved.exists()
     assert len(httpx.get(plain.url + "/received").json()) == before
 

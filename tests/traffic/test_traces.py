@@ -157,9 +157,9 @@ def test_a_bad_row_is_named_by_its_line_or_counted(tmp_path):
     """Catches a log that is half sent before its fault is found, and one whose faults nobody hears of."""
     good = json.dumps({"t": 0, "body": CHAT})
     path = tmp_path / "log.jsonl"
-    for said, row in BAD.items():
+    for message, row in BAD.items():
         path.write_bytes("\n".join([good, "", row, good]).encode("utf-8", "surrogateescape"))
-        with pytest.raises(DataError, match=rf"log\.jsonl:3: .*{said}"):
+        with pytest.raises(DataError, match=rf"log\.jsonl:3: .*{message}"):
             read(path)
         trace = read(path, skip_bad=True)
         assert trace.size == 2 and dict(trace.left_out) == {"not readable": 1}
@@ -172,16 +172,16 @@ CHANGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("said", CHANGES)
-def test_a_row_that_changed_since_the_first_reading_is_named_by_its_line(said, tmp_path):
+@pytest.mark.parametrize("message", CHANGES)
+def test_a_row_that_changed_since_the_first_reading_is_named_by_its_line(message, tmp_path):
     """Catches a traceback in the middle of a replay."""
     path = log(tmp_path, [{"t": 0, "body": CHAT}, {"t": 1, "body": CHAT}])
     trace = read(path)
     first = path.read_bytes().splitlines()[0]
-    path.write_bytes(first + b"\n" + CHANGES[said].encode("utf-8", "surrogateescape"))
+    path.write_bytes(first + b"\n" + CHANGES[message].encode("utf-8", "surrogateescape"))
     calls = trace.calls()
     assert next(calls).at_s == 0
-    with pytest.raises(DataError, match=rf"log\.jsonl:2: .*{said}.*the log has changed.*; use a copy"):
+    with pytest.raises(DataError, match=rf"log\.jsonl:2: .*{message}.*the log has changed.*; use a copy"):
         next(calls)
 
 
@@ -195,9 +195,9 @@ def test_half_a_character_is_written_and_read_back(tmp_path):
 
 
 def test_a_log_that_holds_no_calls_is_refused_with_what_was_wanted(tmp_path):
-    for text, said in [("", "no JSON object"), ('{"a": 1}\n', "a row has a"), ("[]", "no JSON object")]:
+    for text, message in [("", "no JSON object"), ('{"a": 1}\n', "a row has a"), ("[]", "no JSON object")]:
         (tmp_path / "log").write_text(text)
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=message):
             read(tmp_path / "log")
     (tmp_path / "log").write_bytes(b"\x1f\x8b123")
     with pytest.raises(DataError, match="gzip"):

@@ -93,9 +93,9 @@ def test_a_drop_is_noticed_within_the_steps_that_were_said(drop, most):
     within twice the steps said; seeded."""
     release = release_of(report(400, seed=0))
     drift = Drift(release, EVERY_S, series=100)
-    said = drift.steps_to_notice(drop)
-    assert said is not None and said < most
-    readings = int(2 * said / (8 * STEPS))
+    expected_steps = drift.steps_to_notice(drop)
+    assert expected_steps is not None and expected_steps < most
+    readings = int(2 * expected_steps / (8 * STEPS))
     noise = np.random.default_rng(3)
     tokens = np.stack([traffic(noise, readings, running=8, factor=1 - drop) for _ in range(100)], axis=1)
     noticed = np.zeros(100, bool)
@@ -113,10 +113,10 @@ def test_the_release_is_read_from_all_tasks_of_the_drafter():
     long = [{"id": str(k), "tokens": 90, "steps": 60} for k in range(6)]
     hot = row([{"id": "0", "tokens": 900, "steps": 10}] * 9, temperature=1, speedup=0.5)
     rows = (row(short, speedup=2.0), row(long, task="chat", speedup=1.5), hot, row(short, drafter="other"))
-    found = release_of(Report(target="t", rows=rows))
-    assert (found.drafter, found.prompts) == ("ngram", 12)
-    assert found.tokens_per_step.center == pytest.approx(6 * 120 / (6 * 70))
-    assert found.tokens_per_step.low < found.tokens_per_step.center < found.tokens_per_step.high
+    release = release_of(Report(target="t", rows=rows))
+    assert (release.drafter, release.prompts) == ("ngram", 12)
+    assert release.tokens_per_step.center == pytest.approx(6 * 120 / (6 * 70))
+    assert release.tokens_per_step.low < release.tokens_per_step.center < release.tokens_per_step.high
     with pytest.raises(DataError, match="6 prompts.*at least 8"):
         release_of(Report(target="t", rows=rows), "other")
     with pytest.raises(DataError, match="no measured rows of medusa; choose from ngram, other"):
@@ -132,25 +132,25 @@ def test_the_temperature_says_which_rows_are_the_promise():
     """Catches traffic that samples and is judged by greedy rows for ever: those are shown exact, so they come first."""
     cold, hot = ([{"id": str(k), "tokens": tokens, "steps": 10} for k in range(9)] for tokens in (30, 20))
     rows = (row(cold, exact=True), row(hot, **HOT), row(cold, drafter="other", temperature=0.7, speedup=3.0))
-    found = Report(target="t", rows=rows)
-    for asked, temperature, center in ((None, 0, 3), (0, 0, 3), (1, 1, 2)):
-        release = release_of(found, "ngram", asked)
+    both = Report(target="t", rows=rows)
+    for requested, temperature, center in ((None, 0, 3), (0, 0, 3), (1, 1, 2)):
+        release = release_of(both, "ngram", requested)
         assert (release.temperature, release.tokens_per_step.center) == (temperature, center)
         assert release.other_temperatures == (1 - temperature,)
-    assert release_of(found).description == "ngram at temperature 0, 9 prompts; the report also has temperature 1"
-    assert release_of(found, temperature=0.7).description == "other at temperature 0.7, 9 prompts"
+    assert release_of(both).description == "ngram at temperature 0, 9 prompts; the report also has temperature 1"
+    assert release_of(both, temperature=0.7).description == "other at temperature 0.7, 9 prompts"
     with pytest.raises(DataError, match=r"no row of ngram at temperature 0.7; choose from 0, 1"):
-        release_of(found, "ngram", 0.7)
+        release_of(both, "ngram", 0.7)
     with pytest.raises(DataError, match=r"no row at temperature 2; choose from 0, 0.7, 1"):
-        release_of(found, temperature=2)
+        release_of(both, temperature=2)
 
 
 def test_depths_of_the_release_are_counted_as_servers_count_them():
     """Catches steps without a draft in the denominator, and short drafts left out of it."""
     histogram = ((50,), (3, 2), (1, 2, 2))
-    found = release_of(report(50, accepted_histogram=histogram)).by_depth
-    assert [interval.center for interval in found] == pytest.approx([0.6, 0.2])
-    assert all(0 <= interval.low < interval.center < interval.high <= 1 for interval in found)
+    intervals = release_of(report(50, accepted_histogram=histogram)).by_depth
+    assert [interval.center for interval in intervals] == pytest.approx([0.6, 0.2])
+    assert all(0 <= interval.low < interval.center < interval.high <= 1 for interval in intervals)
     assert release_of(report(50)).by_depth == ()
 
 
@@ -167,18 +167,18 @@ SELDOM, ALWAYS = ((180_000,), (2_000, 18_000)), ((100,), (2_000, 18_000))
 
 def test_a_server_that_counts_no_steps_is_compared_only_with_a_drafter_that_always_drafts():
     """Catches an alarm for ever: 1.9 tokens a step with a draft are 1.09 a step."""
-    found = read(LLAMA.format(100_000, 90_000)).since()
-    assert found.tokens_per_step == found.tokens_per_draft == 1.9 and not found.covers_every_step
+    stats = read(LLAMA.format(100_000, 90_000)).since()
+    assert stats.tokens_per_step == stats.tokens_per_draft == 1.9 and not stats.covers_every_step
     for histogram, alarms in ((SELDOM, False), (ALWAYS, True), ((), False)):
         released = release_of(report(400, accepted_histogram=histogram))
-        assert side_of(Window(1.0, found), released) == (-1 if alarms else None)
+        assert side_of(Window(1.0, stats), released) == (-1 if alarms else None)
         state = Watch(released, EVERY_S)
         views = [state.add(EVERY_S * look, read(LLAMA.format(look * 10_000, look * 9_000))) for look in range(60)]
         assert any(view.alarmed for view in views) == alarms
         assert views[-1].side == (-1 if alarms else None)
         if histogram == SELDOM:
-            said = _standing_text(None, Window(1.0, found), released), _status_text(views[-1], released)
-            assert all("can't be compared" in text.plain for text in said) and views[-1].json()["side"] is None
+            texts = _standing_text(None, Window(1.0, stats), released), _status_text(views[-1], released)
+            assert all("can't be compared" in text.plain for text in texts) and views[-1].json()["side"] is None
 
 
 def test_stretches_together_are_the_whole():
@@ -332,12 +332,12 @@ def test_one_look_exits_with_one_when_outside_and_zero_inside(start, tmp_path):
     place = Report(target="t", rows=(*report(400, exact=True).rows, row(per_prompt, **HOT))).save(tmp_path)
     for rate, code, verdict in ((2.45, 0, "inside"), (1.9, 1, "below")):
         url = start(rate).url
-        found, _ = run(url, "--once", "--release", str(place), "--json", str(tmp_path / "found.json"))
+        exit_code, _ = run(url, "--once", "--release", str(place), "--json", str(tmp_path / "found.json"))
         value = json.loads((tmp_path / "found.json").read_text())
-        assert (found, value["side"]) == (code, verdict)
+        assert (exit_code, value["side"]) == (code, verdict)
         assert value["window"]["tokens_per_step"] == pytest.approx(rate, abs=0.01)
-    found, said = run(start(1.6).url, "--once", "--release", str(place), "--temperature", "1")
-    assert found == 0 and "release   ngram at temperature 1, 400 prompts" in said
+    exit_code, output = run(start(1.6).url, "--once", "--release", str(place), "--temperature", "1")
+    assert exit_code == 0 and "release   ngram at temperature 1, 400 prompts" in output
     assert run(url, "--once")[0] == 0  # nothing to compare with
     over = json.loads((tmp_path / "found.json").read_text())["window"]
     assert run(url, "--once", "--for", "0.3", "--json", str(tmp_path / "found.json"))[0] == 0
@@ -384,23 +384,23 @@ def test_a_watch_outlives_the_server_and_goes_on_when_it_is_back(start, tmp_path
     start(1.8, served.port)
     wait_for(lambda line: line["alarm"])
     process.send_signal(2)  # Ctrl-C: what was found counts
-    said, _ = process.communicate(timeout=30)
-    assert process.returncode == 1 and "OUTSIDE" in said
-    found = lines()
-    assert found[-1]["restarts"] == 1 and found[-1]["side"] == "below" and found[-1]["away"] is None
-    assert sum(line["alarm"] for line in found) == 1
-    assert not any(line["alarm"] for line in found[: next(k for k, line in enumerate(found) if line["away"])])
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1 and "OUTSIDE" in output
+    views = lines()
+    assert views[-1]["restarts"] == 1 and views[-1]["side"] == "below" and views[-1]["away"] is None
+    assert sum(line["alarm"] for line in views) == 1
+    assert not any(line["alarm"] for line in views[: next(k for k, line in enumerate(views) if line["away"])])
 
 
 @pytest.mark.parametrize(
-    ("words", "kind", "said"),
+    ("words", "kind", "message"),
     [(["--every", "0"], ConfigError, "at least 0.1 s"), (["--once", "--log", "x"], ConfigError, "no effect"),
      (["--drafter", "ngram"], ConfigError, "without --release"),
      (["--temperature", "1"], ConfigError, "--temperature 1 has no effect without --release"),
      (["--release", "nowhere"], DataError, "no report"),
      (["--log", "/nowhere/x"], DataError, "can't write"), ([], DataError, "start the server")],
 )  # fmt: skip
-def test_wrong_use_is_one_clear_sentence(words, kind, said):
+def test_wrong_use_is_one_clear_sentence(words, kind, message):
     """Catches a traceback, and a setting that is ignored in silence."""
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=message):
         run("http://127.0.0.1:9", *words)

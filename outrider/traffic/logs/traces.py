@@ -202,7 +202,7 @@ def _detect_format(path: Path, rows: list[Any] | None, columns: list[str] | None
     name = format_of(first)
     if name is None:
         keys = ", ".join(list(first)[:8]) or "no JSON object"
-        raise DataError(f"{path}: unknown format of a row with {keys}; name the --format: {', '.join(FORMATS)}")
+        raise DataError(f"{path}: a row has {keys}, which is no known format; name the --format: {', '.join(FORMATS)}")
     return name
 
 
