@@ -772,7 +772,7 @@ FAULTS = [
     ),
     fault(
         "a drafter whose training texts are unknown counts as clean of the evaluation's prompts",
-        ("OverlapReport.overlaps", "sure = not self.unknown", "sure = True"),
+        ("OverlapReport.overlaps", "is_complete = not self.unknown", "is_complete = True"),
     ),
     fault(
         "decontamination misses an evaluation prompt that is asked in a later turn",
@@ -1286,8 +1286,8 @@ FAULTS = [
     fault(
         "a request takes over the prefix of the one that was cancelled in its slot",
         (
-            "PrefixStore._known",
-            "if read is not request or (keys and keys[-1] not in self._blocks):",
+            "PrefixStore._stored_keys",
+            "if reader is not request or (keys and keys[-1] not in self._blocks):",
             "if keys and keys[-1] not in self._blocks:",
         ),
     ),
@@ -1459,7 +1459,7 @@ FAULTS = [
     ),
     fault(
         "a system text that stands beside a conversation is dropped in silence",
-        ("_with_system", "return messages if own or not system.strip() else", "return messages if system else"),
+        ("_with_system", "return messages if existing or not system.strip() else", "return messages if system else"),
     ),
     fault(
         "weights that were cut short are handed to safetensors",
@@ -1504,6 +1504,6 @@ FAULTS = [
     ),
     fault(
         "a library that another user wrote is run",
-        ("executable", "if about.st_uid not in (os.getuid(), 0):", "if about.st_uid < 0:"),
+        ("executable", "if status.st_uid not in (os.getuid(), 0):", "if status.st_uid < 0:"),
     ),
 ]

@@ -1,4 +1,4 @@
-"""Write a file or a folder whole or not at all, under another name, then renamed; and lines that were written whole."""
+"""Atomic writes of files and folders, by a temporary name that is then renamed; and complete lines of a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields NAME.part to write to, which then replaces `path`; after an error the old file stays."""
+    """Yields NAME.part to write to, which then replaces `path`; after an error the old file is kept."""
     part = path.with_name(f"{path.name}.part")
     try:
         yield part
@@ -23,8 +23,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines, with their numbers, of a file that a run was adding to; none where there is no file.  A last one that was
-    cut short is taken away."""
+    """The numbered lines of a file that a run was appending to; empty if it does not exist.
+
+    An incomplete last line is removed from the file.
+    """
     if not path.exists():
         return
     with path.open("r+b") as file:
@@ -38,7 +40,7 @@ def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def sync(path: Path) -> None:
-    """Return once this file, or this folder's list of names, is on the disk."""
+    """Flush a file, or a folder's list of names, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -52,7 +54,7 @@ def new_folder(
 ) -> Iterator[Path]:
     """Yields NAME.part to write into, which then becomes `folder`; after an error nothing is left.
 
-    Raises `error` where the folder exists, and in place of the exceptions in `caught`.
+    Raises `error` if the folder exists, and in place of the exceptions in `caught`.
     """
     if folder.exists():
         raise error(f"{folder} exists already; name a new folder, or delete it first")

@@ -1,4 +1,4 @@
-"""Where files are kept that can be made again.  Knows no torch."""
+"""The cache folder, for files that can be recreated.  Imports no torch."""
 
 import os
 import tempfile
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def folder() -> Path:
-    """The folder of files that can be made again: $OUTRIDER_CACHE, or the user's cache folder."""
+    """The cache folder: $OUTRIDER_CACHE, or `outrider` in the user's cache folder."""
     root = (
         os.environ.get("OUTRIDER_CACHE")
         or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
@@ -18,13 +18,12 @@ def folder() -> Path:
 
 @contextmanager
 def keeping(path: Path) -> Iterator[Path]:
-    """A file to write to, which then takes the place of `path` in the cache, whole; its folder is made the user's
-    alone.
+    """Yields a file to write to, which then atomically replaces `path` in the cache.
 
-    In a folder of its own, so that several processes may do so at once.
+    Its folder is created for the user only.  The file is in a temporary folder, so several processes may do so at once.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=path.parent) as place:
-        part = Path(place) / path.name
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        part = Path(folder) / path.name
         yield part
         part.replace(path)

@@ -1,4 +1,7 @@
-"""A folder that one process writes into at a time.  The lock ends with its process, even a killed one."""
+"""Locks of folders and files that only one process may write to; they end with the process, even if it is killed.
+
+Not `filelock`, which can't lock a folder: it would leave a lock file in every run folder.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ from pathlib import Path
 
 @contextmanager
 def held(folder: Path, refusal: Exception, patience_s: float = 3.0) -> Iterator[None]:
-    """Lock `folder` against other processes; raises `refusal` where another holds it for longer than `patience_s`.
+    """Lock a folder or file against other processes; raises `refusal` if another holds it for `patience_s`.
 
-    On a file system without locks nothing is locked.
+    Has no effect on a file system without locks.
     """
     handle, until = os.open(folder, os.O_RDONLY), time.monotonic() + patience_s
     try:
@@ -28,8 +31,8 @@ def held(folder: Path, refusal: Exception, patience_s: float = 3.0) -> Iterator[
         os.close(handle)
 
 
-def _is_there(path: Path, handle: int) -> bool:
-    """Whether the path still names the open file, which another may have removed before it was locked."""
+def _is_current(path: Path, handle: int) -> bool:
+    """Whether the path still names the open file, which another process may have removed before it was locked."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(handle))
     except FileNotFoundError:
@@ -48,7 +51,7 @@ def _acquired(handle: int) -> bool:
 
 
 class Claim:
-    """A piece of work that one process at a time does; it ends with its process, even a killed one."""
+    """A piece of work that one process at a time does; the claim ends with the process, even if it is killed."""
 
     def __init__(self, path: Path, handle: int):
         """Use `take`."""
@@ -56,14 +59,14 @@ class Claim:
 
     @classmethod
     def take(cls, path: Path) -> Claim | None:
-        """Claim the work that the file `path` stands for; None where another has it."""
+        """Claim the work that the file `path` stands for; None if another process has it."""
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        if _acquired(handle) and _is_there(path, handle):
+        if _acquired(handle) and _is_current(path, handle):
             return cls(path, handle)
         os.close(handle)
         return None
 
     def release(self) -> None:
-        """Give it back; the file is removed."""
+        """Release the claim and remove its file."""
         self._path.unlink(missing_ok=True)
         os.close(self._handle)

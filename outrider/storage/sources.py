@@ -1,4 +1,4 @@
-"""The code that made what is stored: another one would make something else."""
+"""The source code that produced a stored file, since other code would produce another file."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from typing import Any
 
 
 def code(*modules: Any) -> list[bytes]:
-    """The source of these modules, for `settings`: what is traced may change with it."""
+    """The source of these modules, as part of the settings of what is stored."""
     return [Path(module.__file__ or "").read_bytes() for module in modules]

@@ -1,1 +1,1 @@
-"""The target's answers to prompts: made here or on servers, each written once."""
+"""The target's answers to prompts: generated locally or on servers, each written once."""

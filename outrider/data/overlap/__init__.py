@@ -1,1 +1,1 @@
-"""Which question a text asks: without the layout of a task, in units that two texts of one question share."""
+"""Recognises which question a text asks, independent of task layouts and wording."""

@@ -1,8 +1,8 @@
-"""A text as the set of its content words, each a token of 32 bits that holds its weight.
+"""A text as the set of its content words, each a 32-bit token that includes its weight.
 
-Stop words are left out, forms of a word and words of one meaning are one token, and so are `7`, `seven` and `7.0`.  Of
-Chinese, Japanese and Korean letters and neighbouring pairs are tokens.  The lowest bits of a token say how much it
-counts and whether it is a number, so that a stored token needs no table.
+Stop words are dropped; inflected forms and synonyms have the same token, and so do `7`, `seven` and `7.0`.  In Chinese,
+Japanese and Korean, letters and adjacent pairs are tokens.  The lowest bits of a token are its weight class and whether
+it is a number, so a stored token needs no table.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import numpy as np
 from outrider.data.overlap.ngram_hashes import is_dense, word_hash
 from outrider.data.overlap.vocabulary import CJK_STOP, COMMON, CONTRASTS, INSTRUCTION, NUMBERS, STOP, SYNONYMS
 
+Bags = Sequence[np.ndarray]
+"""The content tokens of each sentence, [n] uint32, sorted."""
 FAINT, USUAL, SMALL_NUMBER, RARE = range(4)
 WEIGHTS = np.array([0.2, 0.5, 0.6, 1.0])
-"""Of a token whose two lowest bits are FAINT, USUAL, SMALL_NUMBER, RARE."""
+"""Weights of tokens whose two lowest bits are FAINT, USUAL, SMALL_NUMBER, RARE."""
 _WEIGHTS: list[float] = WEIGHTS.tolist()
 KIND_BITS, NUMBER_BIT = 3, 4
 NUMBER = re.compile(r"\d+(?:p\d+)?")
@@ -42,7 +44,7 @@ def stem(word: str) -> str:
 
 
 def _stems() -> dict[str, str]:
-    """Word or stem to the stem that stands for all words of its meaning; the first group that has a word counts."""
+    """Maps words and stems to the stem that represents their synonyms; the first group with a word counts."""
     stems = dict[str, str]()
     for group in SYNONYMS:
         for word in group:
@@ -55,7 +57,7 @@ _STEMS = _stems()
 
 
 def canonical(word: str) -> str:
-    """What stands for a word and all others of its meaning."""
+    """The stem that represents a word and its synonyms."""
     return _STEMS.get(word) or _STEMS.get(short := stem(word), short)
 
 
@@ -95,32 +97,32 @@ def _pair(first: str, second: str) -> int:
 
 def tokens(words: Sequence[str]) -> list[int]:
     """The tokens of normalised words, in their order."""
-    listed = [token(word) for word in words]
+    ids = [token(word) for word in words]
     if not all(map(str.isascii, words)):
         dense = [i for i, word in enumerate(words) if is_dense(word)]
         for i in dense:
-            listed[i] = 0 if words[i] in CJK_STOP else _letter(words[i])
-        listed += [_pair(words[i], words[after]) for i, after in pairwise(dense) if after == i + 1]
-    return [one for one in listed if one]
+            ids[i] = 0 if words[i] in CJK_STOP else _letter(words[i])
+        ids += [_pair(words[i], words[after]) for i, after in pairwise(dense) if after == i + 1]
+    return [number for number in ids if number]
 
 
 def word_weight(word: str) -> float:
-    """How much a word counts by itself; a letter of Chinese, Japanese or Korean as much as a pair of them."""
+    """The weight of a single word; a letter of Chinese, Japanese or Korean weighs as much as a pair of them."""
     if is_dense(word):
         return _WEIGHTS[USUAL]
     return _WEIGHTS[number & KIND_BITS] if (number := token(word)) else 0.0
 
 
 def weights_of(bag: np.ndarray) -> np.ndarray:
-    """[n] float: how much each token of a bag [n] uint32 counts."""
+    """[n] float: the weight of each token of a bag [n] uint32."""
     return WEIGHTS[bag & KIND_BITS]
 
 
-def weight(listed: Sequence[int]) -> float:
-    """Of the distinct tokens in a list."""
-    return float(sum(_WEIGHTS[one & KIND_BITS] for one in set(listed)))
+def weight(ids: Sequence[int]) -> float:
+    """Total weight of the distinct tokens."""
+    return float(sum(_WEIGHTS[number & KIND_BITS] for number in set(ids)))
 
 
 def contrasts() -> list[np.ndarray]:
-    """Groups of tokens, [n] uint32, of which two questions have one each where they ask for different things."""
+    """Groups of contrasting tokens, [n] uint32: two questions with different ones of a group ask different things."""
     return [np.unique(np.array([token(word) for word in group], np.uint32)) for group in CONTRASTS]

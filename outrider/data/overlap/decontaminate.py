@@ -1,6 +1,6 @@
-"""Conversations that ask what an evaluation asks, to be left out before the target answers them.
+"""Finds conversations that share a question with an evaluation, to leave them out before the target answers them.
 
-What counts is written in `overlap.questions`.  Knows no torch.
+The rule is in `overlap.questions`.  Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from outrider.data.overlap.units import units
 
 
 class SharedQuestion(NamedTuple):
-    """What a conversation shares with an evaluation."""
+    """A question that a conversation shares with an evaluation."""
 
     task: str
     prompt: str
@@ -23,7 +23,7 @@ class SharedQuestion(NamedTuple):
 
 
 class EvaluationPrompts:
-    """The prompts of an evaluation, to be looked for in conversations."""
+    """The prompts of an evaluation, for look-ups."""
 
     def __init__(self, prompts: Mapping[str, Iterable[Prompt]]):
         self._questions = Questions(prompts)
@@ -33,7 +33,7 @@ class EvaluationPrompts:
         return len(self._questions.keys)
 
     def overlap(self, turns: Sequence[str]) -> SharedQuestion | None:
-        """What a conversation, given by the user's turns, shares with a prompt; None where it shares nothing."""
+        """The first question that a conversation shares with a prompt; None if there is none.  turns: the user's."""
         for i, turn in enumerate(turns):
             match = self._questions.first_in(units(turn), is_first=i == 0)
             if match is not None:

@@ -1,6 +1,6 @@
-"""The texts that layouts of tasks put around a question.
+"""The texts that task layouts put around a question.
 
-`measure.tasks.layouts` builds its prompts from them, and `units` leaves them out of what is compared.
+`measure.tasks.layouts` builds prompts from them, and `units` leaves them out of comparisons.
 """
 
 STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -13,4 +13,4 @@ CONTEST = (
     "says and passes all of its tests.\n\n### Question\n{question}\n\n### Format\n{form}\n\n### Answer\n"
 )
 LAYOUTS = (STEP_BY_STEP, WITH_TESTS, INPUT, WITH_STARTER, WITH_STDIN, CONTEST)
-"""All of them; what stands in braces is the row's."""
+"""All layouts; names in braces are replaced by fields of the row."""

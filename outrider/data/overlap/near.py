@@ -1,9 +1,9 @@
-"""Which texts ask a question in other words: an inverted index of the content words of an evaluation's questions.
+"""Recognises rephrased questions by an inverted index of the content words of an evaluation's questions.
 
-A word that many of the questions have counts less.  A text asks a question where the words that some of its sentences
-in a row, or all of them, share with the question make up most of both, or nearly all of one and half of the other; not
-where their numbers or rare words differ, where one says `largest` and the other `smallest`, or where a sentence of the
-question has no counterpart.  The sentences in a row are a maximum subarray (Bentley, Programming Pearls, 1984).
+A word that many questions have counts less.  A text asks a question if the words that consecutive sentences of it, or
+all of them, share with the question make up most of both, or nearly all of one and half of the other.  It does not if
+their numbers or rare words differ, if one says `largest` and the other `smallest`, or if a sentence of the question has
+no counterpart.  The consecutive sentences are a maximum subarray (Bentley, Programming Pearls, 1984).
 """
 
 from __future__ import annotations
@@ -16,44 +16,41 @@ from typing import NamedTuple
 
 import numpy as np
 
-from outrider.data.overlap.content import KIND_BITS, NUMBER_BIT, RARE, contrasts, weights_of
+from outrider.data.overlap.content import KIND_BITS, NUMBER_BIT, RARE, Bags, contrasts, weights_of
 
 LIGHTEST, LIGHTEST_TEXT = 1.5, 1.0
-"""Weight of a question and of a text that are compared; lighter ones are recognised only word for word."""
+"""Minimum weight of a question and of a text to be compared; lighter ones are recognised only word for word."""
 ALIKE, ALIKE_BY_NUMBERS = 0.6, (0.6, 0.6, 0.45, 0.38)
-"""Twice the shared weight over the weight of both, at least; by how many numbers the two have in common, where these
-are all of the question's and nearly all of the text's."""
+"""Minimum of twice the shared weight over the weight of both.  The second, by the number of shared numbers, applies if
+these are all numbers of the question and nearly all of the text."""
 USUAL_ALIKE = 0.7
-"""The same, where a question has no rare word and no number."""
+"""The same for a question without rare words and numbers."""
 CONTAINED, COVERED = 0.85, 0.5
-"""The share of one, at least, where the other's is only COVERED and all of the text is compared."""
+"""Minimum share of one side if that of the other is only COVERED and the whole text is compared."""
 NUMBERS, NAMES = 0.75, 0.5
-"""Numbers, and rare words, that must be shared, of the side that has fewer."""
+"""Minimum share of numbers and of rare words in common, relative to the side that has fewer."""
 SENTENCE, HEAVY = 0.2, 1.5
-"""The share of what each sentence adds to a question that must be in the text, if that weighs HEAVY or more."""
+"""Minimum share of the words that each sentence adds to a question to be in the text, if they weigh HEAVY or more."""
 SMOOTHING, SHARED_BY_MANY = 30, 0.2
-
-Bags = Sequence[np.ndarray]
-"""The bag of content tokens of each sentence, [n] uint32, sorted."""
 
 
 class Window(NamedTuple):
-    """Sentences of a text that may ask a question."""
+    """Consecutive sentences of a text that may ask a question."""
 
     text: int
     question: int
     first: int
     end: int
-    """Sentences, counted over all texts; the end is not included."""
+    """Sentences [first, end), counted over all texts."""
     is_whole: bool
     """Whether these are all sentences of the text."""
 
 
 class NearIndex:
-    """The content words of questions, to be compared with those of texts."""
+    """An index of the content words of questions."""
 
     def __init__(self, questions: Sequence[Bags], owners: Sequence[int], count: int):
-        """owners: the number of each question's prompt.  count: of different questions, for the weight of words."""
+        """owners: the number of each question's prompt.  count: number of distinct questions, for weighting words."""
         self.owners = np.array(owners, np.int64)
         self._bags = [_union(bags) for bags in questions]
         self._additions = [_additions(bags) for bags in questions]
@@ -68,10 +65,10 @@ class NearIndex:
         self._weights = weights_of(self._vocabulary) * self._factors
         self._totals = np.bincount(rows, self._weights[columns], minlength=len(questions))
         self._least = np.where(self._totals >= LIGHTEST, self._totals, np.inf)
-        """[q], infinite for questions that are too light."""
+        """[q], weights; infinite for questions that are too light."""
 
     def near(self, texts: Sequence[Bags]) -> list[tuple[int, int]]:
-        """Pairs of a text's number and a prompt's number, where the text asks a question of the prompt."""
+        """Pairs (text number, prompt number) for which the text asks a question of the prompt."""
         sentences = [bag for bags in texts for bag in bags]
         if not len(self._vocabulary) or not sentences:
             return []
@@ -93,7 +90,7 @@ class NearIndex:
     def _windows(
         self, shared: np.ndarray, totals: np.ndarray, bounds: Sequence[int], sentences: Bags
     ) -> Iterator[Window]:
-        """Whole texts, and the sentences in a row that resemble a question most."""
+        """Whole texts, and the consecutive sentences that resemble a question most."""
         for text, (first, end) in enumerate(pairwise(bounds)):
             if first == end:
                 continue
@@ -106,7 +103,7 @@ class NearIndex:
                 yield from self._parts(text, first, gains, alike * self._least)
 
     def _parts(self, text: int, first: int, gains: np.ndarray, least: np.ndarray) -> Iterator[Window]:
-        """The sentences in a row, up to each sentence, that gain most, where they gain enough."""
+        """The consecutive sentences ending at each sentence with the largest gain, if it is at least `least`."""
         best, start = np.zeros(len(least)), np.zeros(len(least), np.int64)
         for sentence, gain in enumerate(gains):
             is_new = best <= 0
@@ -116,12 +113,12 @@ class NearIndex:
                 yield Window(text, question, first + int(start[question]), first + sentence + 1, False)
 
     def _is_inside(self, shared: np.ndarray, total: float) -> np.ndarray:
-        """[q] bool: whether a text of this weight may be nearly all in a question, or the question in the text."""
+        """[q] bool: whether nearly all of a text of this weight may be in the question, or vice versa."""
         low, high = np.minimum(total, self._least), np.maximum(total, self._least)
         return (shared >= CONTAINED * low) & (shared >= COVERED * high)
 
     def _places(self, bag: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where in the vocabulary each token is [n], and whether it is there [n] bool."""
+        """Index of each token in the vocabulary [n], and whether it is in it [n] bool."""
         at = np.searchsorted(self._vocabulary, bag)
         at[at == len(self._vocabulary)] = 0
         return at, self._vocabulary[at] == bag
@@ -131,7 +128,7 @@ class NearIndex:
         return float((weights_of(bag) * np.where(is_shared, self._factors[at], 1.0)).sum())
 
     def _shared(self, sentences: np.ndarray, columns: np.ndarray, count: int) -> np.ndarray:
-        """[s, q]: the weight of the words that each sentence shares with each question."""
+        """[s, q]: weight of the words that each sentence shares with each question."""
         sizes = self._starts[columns + 1] - self._starts[columns]
         ends = np.cumsum(sizes)
         rows = self._rows[np.repeat(self._starts[columns] - ends + sizes, sizes) + np.arange(sizes.sum())]
@@ -140,7 +137,7 @@ class NearIndex:
         return shared.reshape(count, len(self.owners))
 
     def _asks(self, bag: np.ndarray, number: int, is_whole: bool) -> bool:
-        """Whether the words of a text are those of a question."""
+        """Whether the words of a text match those of a question."""
         question, total = self._bags[number], self._weigh(bag)
         shared = self._weigh(bag[np.isin(bag, question)])
         numbers, names = (_counts(bag[kind(bag)], question[kind(question)]) for kind in (_is_number, _is_rare))
@@ -159,12 +156,12 @@ class NearIndex:
         )  # fmt: skip
 
     def _has_each_sentence(self, bag: np.ndarray, number: int) -> bool:
-        heavy = (one for one in self._additions[number] if self._weigh(one) >= HEAVY)
-        return all(self._weigh(one[np.isin(one, bag)]) >= SENTENCE * self._weigh(one) for one in heavy)
+        heavy = (added for added in self._additions[number] if self._weigh(added) >= HEAVY)
+        return all(self._weigh(added[np.isin(added, bag)]) >= SENTENCE * self._weigh(added) for added in heavy)
 
 
 class Counts(NamedTuple):
-    """Words of one kind, in common and of each side."""
+    """Number of words of one kind: shared and on each side."""
 
     shared: int
     text: int
@@ -180,12 +177,12 @@ def _union(bags: Bags) -> np.ndarray:
 
 
 def _additions(bags: Bags) -> list[np.ndarray]:
-    """The words of each sentence that no earlier one has."""
+    """The words of each sentence that are in no earlier sentence."""
     return [bag[~np.isin(bag, _union(bags[:i]))] for i, bag in enumerate(bags)]
 
 
 def _factors(num_questions: np.ndarray, count: int) -> np.ndarray:
-    """Of words that so many of the questions have: 1 for one question, the less the more, little for over half."""
+    """Weight factors of words by how many questions have them: 1 for one question, decreasing; small for over half."""
     factors = np.clip(np.log((count + SMOOTHING) / num_questions) / math.log(SMOOTHING), SHARED_BY_MANY, 1.0)
     return np.where(num_questions > max(1, count / 2), SHARED_BY_MANY, factors)
 
@@ -206,6 +203,6 @@ _contrasts = functools.cache(contrasts)
 
 
 def _contrast(one: np.ndarray, other: np.ndarray, group: np.ndarray) -> bool:
-    """Whether both have words of a group, but none in common."""
+    """Whether both have words of the group, but none in common."""
     first, second = (group[np.isin(group, bag)] for bag in (one, other))
     return bool(len(first) and len(second)) and not np.isin(first, second).any()

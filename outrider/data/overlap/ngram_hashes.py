@@ -1,10 +1,10 @@
-"""Hashes of a text's pieces: of all its runs of 13 words, and of any of its sentences.
+"""Hashes of a text's pieces: of all its runs of 13 words, and of any sequence of its sentences.
 
-GPT-3's rule (arXiv 2005.14165, appendix C): texts overlap that share 13 words in a row.  Where words are long, or
-without spaces between them, letters count: 24 of Chinese, Japanese or Korean stand for 13 words.  Shorter shingles,
-such as the 8 letters of searches for near duplicates, prove nothing: any two questions of an exam share them.
+GPT-3's rule (arXiv 2005.14165, appendix C): texts overlap if they share 13 consecutive words.  In scripts without
+spaces between words, letters count: 24 of Chinese, Japanese or Korean equal 13 words.  Shorter shingles, such as the 8
+letters of near-duplicate search, are no evidence: any two questions of an exam share some.
 
-Hashes have 64 bits: of BLAKE2b of each word, summed as a polynomial and mixed.  Knows no torch.
+Hashes have 64 bits: BLAKE2b of each word, summed as a polynomial and mixed.  Imports no torch.
 """
 
 import functools
@@ -17,10 +17,10 @@ from collections.abc import Sequence
 import numpy as np
 
 WORDS, LETTERS, THAI = 13, 24, 52
-"""Length of a run: in words; in letters of Chinese, Japanese and Korean; in letters and vowel signs of Thai and the
-like."""
+"""Length of a run: in words; in letters of Chinese, Japanese and Korean; in letters and vowel signs of Thai, Lao,
+Burmese and Khmer."""
 FULL = math.lcm(WORDS, LETTERS, THAI)
-"""The weights of a run's words and letters add up to this."""
+"""Total weight of a run's words and letters."""
 _KANA_AND_HANGUL = "\u1100-\u11ff\u3040-\u30ff\u31f0-\u31ff\ua960-\ua97f\uac00-\ud7ff"
 _HAN = "\u3005-\u3007\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U000323af"
 _SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
@@ -32,7 +32,7 @@ _INVERSE = pow(_BASE, -1, 1 << 64)
 
 
 class Pieces:
-    """Hashes of all pieces of a text, from the sums of its words' terms."""
+    """Hashes of all pieces of a text, from prefix sums of its words' terms."""
 
     def __init__(self, words: Sequence[str]):
         count = len(words)
@@ -40,16 +40,16 @@ class Pieces:
         terms = np.fromiter(map(word_hash, words), np.uint64, count) * powers[:count]
         self._sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms, dtype=np.uint64)])
         self.places: np.ndarray | None = None
-        """[n + 1] int64, where each word begins in parts of a run, FULL to a run; None where a run is WORDS words."""
+        """[n + 1] int64, cumulative weight before each word, FULL per run; None if a run is simply WORDS words."""
         if not all(map(str.isascii, words)):
             self.places = np.concatenate([[0], np.cumsum([_weight(word) for word in words])])
 
     def runs(self) -> np.ndarray:
-        """[n] uint64, sorted, each once; none where the text is shorter than a run."""
+        """[n] uint64, sorted, without repetitions; empty if the text is shorter than a run."""
         return once(self.placed_runs()[0])
 
     def placed_runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[n] uint64 and twice [n] int64: every run's hash, and the words where it begins and ends."""
+        """[n] uint64 and twice [n] int64: every run's hash, its first word and its end."""
         begins, ends = self._bounds()
         return mixed(self._between(begins, ends)), begins, ends
 
@@ -62,7 +62,7 @@ class Pieces:
         return begins, ends[begins]
 
     def wholes(self, begins: Sequence[int], ends: Sequence[int]) -> np.ndarray:
-        """[n] uint64: of the pieces from `begins` to `ends`, as the hash that each has as a whole text."""
+        """[n] uint64: hashes of the pieces from `begins` to `ends`, equal to those of the pieces as whole texts."""
         first, last = np.array(begins, np.int64), np.array(ends, np.int64)
         return mixed(self._between(first, last) + (last - first).astype(np.uint64))
 
@@ -71,16 +71,16 @@ class Pieces:
         return end - begin < WORDS if self.places is None else self.places[end] - self.places[begin] < FULL
 
     def _between(self, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        return (self._sums[ends] - self._sums[begins]) * self._inverse[begins]  # does not depend on the position
+        return (self._sums[ends] - self._sums[begins]) * self._inverse[begins]  # independent of the position
 
 
 def normalised(text: str) -> str:
-    """A text without what does not count: case, punctuation, line breaks, forms of letters."""
+    """A text without case, punctuation, line breaks and variants of letters."""
     return " ".join(words_of(text))
 
 
 def words_of(text: str) -> list[str]:
-    """Words in normal form; in scripts without spaces a letter is a word."""
+    """Normalised words; in scripts without spaces each letter is a word."""
     if text.isascii():
         return text.lower().translate(_SIGNS).split()
     plain = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold()).translate(_SIGNS)
@@ -93,22 +93,23 @@ def is_dense(word: str) -> bool:
 
 
 def _weight(word: str) -> int:
-    """Of a run's FULL."""
+    """Weight of a word; a run has FULL."""
     if not is_dense(word):
         return FULL // WORDS
     return FULL // (THAI if _THAI.match(word) else LETTERS)
 
 
 class _Signs(dict[int, str | None]):
-    """Maps a character: letters, marks and digits stay, apostrophes and the like vanish, all others become spaces."""
+    """Maps characters: letters, marks and digits stay, apostrophes and format characters vanish, the rest is space."""
 
     def __missing__(self, code: int) -> str | None:
         letter = chr(code)
         kind = unicodedata.category(letter)
-        # ' and its kin, soft hyphens, joiners
-        found = None if letter in "'`\u2018\u2019\u02bc" or kind == "Cf" else letter if kind[0] in "LMN" else " "
-        self[code] = found
-        return found
+        mapped: str | None = letter if kind[0] in "LMN" else " "
+        if letter in "'`\u2018\u2019\u02bc" or kind == "Cf":  # apostrophes; soft hyphens and joiners
+            mapped = None
+        self[code] = mapped
+        return mapped
 
 
 _SIGNS = _Signs()
@@ -116,7 +117,7 @@ _SIGNS = _Signs()
 
 @functools.lru_cache(1 << 19)
 def word_hash(word: str) -> int:
-    """64 bits of a word."""
+    """64-bit hash of a word."""
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
 
 
@@ -124,23 +125,23 @@ def word_hash(word: str) -> int:
 def _powers(size: int) -> tuple[np.ndarray, np.ndarray]:
     """[size] uint64: the powers of _BASE modulo 2**64, and those of its inverse."""
     bases = (np.full(size, base, np.uint64) for base in (_BASE, _INVERSE))
-    one, other = (np.concatenate([[_ONE], np.cumprod(base[1:], dtype=np.uint64)]) for base in bases)
-    return one, other
+    powers, inverses = (np.concatenate([[_ONE], np.cumprod(base[1:], dtype=np.uint64)]) for base in bases)
+    return powers, inverses
 
 
 _SHIFTS, _FACTORS = np.array([30, 27, 31], np.uint64), np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
 
 
 def mixed(sums: np.ndarray) -> np.ndarray:
-    """Every bit of a sum into every bit of its hash, one to one (the finaliser of SplitMix64)."""
+    """The finaliser of SplitMix64: a bijection that mixes every bit of a sum into every bit of its hash."""
     z = (sums ^ (sums >> _SHIFTS[0])) * _FACTORS[0]
     z = (z ^ (z >> _SHIFTS[1])) * _FACTORS[1]
     return z ^ (z >> _SHIFTS[2])
 
 
-def once(found: np.ndarray) -> np.ndarray:
-    """Sorted, each once; faster than numpy's own for the few hashes of one text."""
-    found = np.sort(found)
-    first = np.ones(len(found), dtype=bool)
-    np.not_equal(found[1:], found[:-1], out=first[1:])
-    return found[first]
+def once(hashes: np.ndarray) -> np.ndarray:
+    """Sorted, without repetitions; faster than `np.unique` for the few hashes of one text."""
+    hashes = np.sort(hashes)
+    is_first = np.ones(len(hashes), dtype=bool)
+    np.not_equal(hashes[1:], hashes[:-1], out=is_first[1:])
+    return hashes[is_first]

@@ -1,6 +1,6 @@
-"""One way of writing what can be written in several: LaTeX and Unicode signs, decimals, units of measure.
+"""Normalises notation: LaTeX and Unicode signs, decimals, units of measure.
 
-Signs do not count in hashes, so the operators between operands become words here: `7 + 8` and `7 * 8` differ, while
+Signs are ignored in hashes, so operators between operands become words here: `7 + 8` and `7 * 8` differ, while
 `7 × 8`, `$7\\times 8$` and `7*8` do not.
 """
 
@@ -37,7 +37,7 @@ _DIGIT = re.compile(r"\d")
 
 
 def plain_text(text: str) -> str:
-    """A text with one form of every number and formula, without the fences of code."""
+    """A text with normalised numbers and formulas, without code fences."""
     if "```" in text:
         text = _FENCE.sub("", text)
     if "\\" in text:

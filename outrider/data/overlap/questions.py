@@ -1,10 +1,10 @@
 """The questions of an evaluation, and which of them a text asks.
 
-GPT-3's rule (arXiv 2005.14165, appendix C) is that texts overlap which share 13 words in a row.  Two questions with one
-introduction do so too; here such runs must cover two thirds of the question.  A text also asks a question that it has
-word for word, however short, as sentences of its own, and one of which it has nearly the same content words.  What many
-questions share is no evidence.  Layouts of tasks and instructions about the answer are left out on both sides, see
-`units`.  Knows no torch.
+GPT-3's rule (arXiv 2005.14165, appendix C) is that texts overlap if they share 13 consecutive words.  But so do two
+questions with the same introduction, so here such runs must cover half of the question's content.  A text also asks a
+question that it has word for word as whole sentences, however short, and one with nearly the same content words.  What
+many questions share is no evidence.  Task layouts and instructions about the answer are left out on both sides, see
+`units`.  Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from outrider.data.overlap.ngram_hashes import LETTERS, WORDS
 from outrider.data.overlap.units import SPECIFIC, Units, placed_runs, statements_of, units
 
 COMMON = 10
-"""What more questions of an evaluation, or more documents of a source, have is a common phrase and does not count."""
+"""A phrase in more questions of an evaluation, or more documents of a source, is common and does not count."""
 RUNS_COVER = 0.5
-"""The share of a question's content, at least, that runs in common cover."""
+"""Minimum share of a question's content that common runs must cover."""
 RULE = (
     f"the question without layout and instructions: {RUNS_COVER:.0%} of its content in runs of {WORDS} words, or "
     f"{LETTERS} letters of Chinese, Japanese or Korean, in common; a shorter one, or its sentences, word for word; or "
@@ -43,11 +43,11 @@ class Prompt(Protocol):
 
 
 class Lookup:
-    """Hashes of questions, and what they are of."""
+    """Hashes of questions, with the owner of each (a prompt or a turn)."""
 
     def __init__(self, hashes: np.ndarray, owners: np.ndarray):
         self.order = np.argsort(hashes, kind="stable")
-        """Of the rows, by hash."""
+        """Indices that sort the given rows by hash."""
         self.hashes, self.owners = hashes[self.order], owners[self.order]
 
     def rows_in(self, hashes: np.ndarray) -> np.ndarray:
@@ -60,14 +60,14 @@ class Lookup:
 
 
 class Runs:
-    """Runs of questions by their hashes, and how much of a question some of them cover."""
+    """The runs of questions by hash, and how much of a question some of them cover."""
 
     def __init__(self, lookup: Lookup, begins: np.ndarray, ends: np.ndarray, weights: Sequence[np.ndarray]):
-        """The lookup's owners are questions.  begins, ends: of its rows.  weights: of each question's words."""
+        """lookup: its owners are turns.  begins, ends: words of its rows.  weights: of the words of each question."""
         self.lookup, self._begins, self._ends, self._weights = lookup, begins, ends, weights
 
     def covered(self, rows: np.ndarray, one_in: int = 1) -> list[int]:
-        """The questions of which these runs cover most.  one_in: n, where one in n runs was looked for."""
+        """The questions mostly covered by these runs.  one_in: n if only one in n runs was looked up."""
         eligible = self.lookup.hashes & np.uint64(one_in - 1) == 0
         numbers = np.unique(self.lookup.owners[rows]).tolist()
         return [number for number in numbers if self._share(number, rows, eligible) >= RUNS_COVER]
@@ -76,38 +76,38 @@ class Runs:
         weights = self._weights[number]
         matched = rows[self.lookup.owners[rows] == number]
         possible = np.flatnonzero((self.lookup.owners == number) & eligible)
-        part, all_of_it = (weights[self._words(each, len(weights))].sum() for each in (matched, possible))
-        return part / all_of_it if all_of_it else 1.0
+        covered, total = (weights[self._words(each, len(weights))].sum() for each in (matched, possible))
+        return covered / total if total else 1.0
 
     def _words(self, rows: np.ndarray, count: int) -> np.ndarray:
-        """[n] bool, the words of a question that these runs cover."""
+        """[n] bool: the words of a question that these runs cover."""
         begun, ended = (np.bincount(each[rows], minlength=count + 1) for each in (self._begins, self._ends))
         return np.cumsum(begun - ended)[:count] > 0
 
 
 class Lookups(NamedTuple):
-    """Each compared with other units of a text."""
+    """Look-ups that are compared with different units of a text."""
 
     firsts: Lookup
-    """First turns as a whole, with a text's whole and its other statements."""
+    """Whole first turns; compared with a whole text and its other statements."""
     wholes: Lookup
-    """Specific statements of questions, with a text's statements and its sentences."""
+    """Specific statements of questions; compared with a text's statements and sentences."""
     pieces: Lookup
-    """Questions without their options, and sentences that make up half of a question, with a text's whole."""
+    """Questions without their options, and sentences that make up half of a question; compared with a whole text."""
 
 
 class Questions:
-    """The questions of an evaluation, to be looked for in texts.
+    """The questions of an evaluation, for look-ups.
 
-    A later turn counts where it is no shorter than a run: `Now make it rhyme` is a question only together with the
-    turns before.
+    A later turn counts only if it is at least as long as a run: `Now make it rhyme` is no question without the turns
+    before it.
     """
 
     def __init__(self, prompts: Mapping[str, Iterable[Prompt]]):
         self.keys = list[tuple[str, str]]()
         """Task and id of each prompt."""
         self.has_text = list[bool]()
-        """Whether a prompt has a word to look for."""
+        """Whether a prompt has a word to look up."""
         self._turns = list[Turn]()
         numbers = defaultdict[str, set[int]](set)
         for prompt, (task, one) in enumerate((task, one) for task, each in prompts.items() for one in each):
@@ -118,7 +118,7 @@ class Questions:
             numbers[task].update(turn.units.whole for turn in turns if turn.units.whole is not None)
         counts = {task: len(each) for task, each in numbers.items()}
         self.is_long = np.zeros(len(self.keys), np.bool_)
-        """[p], whether a prompt has a run of 13 words."""
+        """[p] bool, whether a prompt has a run of 13 words."""
         self.is_long[[turn.prompt for turn in self._turns if len(turn.units.runs)]] = True
         self.lookups = Lookups(*(self._lookup(name, {} if name == "firsts" else counts) for name in Lookups._fields))
         self.runs = self._runs(counts)
@@ -127,7 +127,7 @@ class Questions:
                               sum(counts.values()))  # fmt: skip
 
     def first_in(self, text: Units, is_first: bool) -> tuple[int, str] | None:
-        """A prompt that a turn asks, and how; None where it asks none.  is_first: of its conversation."""
+        """The prompt that a turn asks, and how; None if it asks none.  is_first: it is its conversation's first."""
         if text.whole is None:
             return None
         whole = np.append(text.wholes, np.uint64(text.whole))
@@ -166,16 +166,18 @@ class Questions:
         return Runs(lookup, begins[is_rare][order], ends[is_rare][order], [one[3] for one in placed])
 
     def _is_rare(self, hashes: np.ndarray, turns: np.ndarray, counts: Mapping[str, int]) -> np.ndarray:
-        """[n] bool: whether few questions have a hash.  turns: of each.  counts: the questions of each task; empty
-        where nothing is common."""
+        """[n] bool: whether few questions have each hash.
+
+        turns [n]: the turn of each hash.  counts: number of questions per task; if empty, nothing counts as common.
+        """
         if not len(hashes) or not counts:
             return np.ones(len(hashes), np.bool_)
         wholes = np.array([turn.units.whole for turn in self._turns], np.uint64)[turns]
         tasks = np.array([self.keys[turn.prompt][0] for turn in self._turns])[turns]
         common = [_repeated(hashes, wholes, COMMON)]
         for task, count in counts.items():
-            mine = tasks == task
-            common.append(_repeated(hashes[mine], wholes[mine], max(1, count // 2)))
+            in_task = tasks == task
+            common.append(_repeated(hashes[in_task], wholes[in_task], max(1, count // 2)))
         return ~np.isin(hashes, np.concatenate(common))
 
 
@@ -183,7 +185,7 @@ class Turn(NamedTuple):
     """One turn of a prompt."""
 
     prompt: int
-    """Its number."""
+    """Number of its prompt."""
     question: str
     units: Units
     is_first: bool
@@ -206,7 +208,7 @@ class Turn(NamedTuple):
 
 
 def _repeated(hashes: np.ndarray, questions: np.ndarray, most: int) -> np.ndarray:
-    """The hashes that more different questions than `most` have."""
+    """The hashes that more than `most` different questions have."""
     if not len(hashes):
         return hashes
     order = np.lexsort((questions, hashes))

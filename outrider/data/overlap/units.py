@@ -1,8 +1,8 @@
-"""What of a text is compared with another: the question that it asks, without the layout of a task, in units.
+"""The units of a text that are compared with others: its question, without the layout of a task.
 
-A text states its question as a whole, in the docstring of a stub of code, in the prose around code, or in a stem with
+A text states its question as a whole, in the docstring of a code stub, in the prose around code, or in a stem with
 options.  Instructions about the answer (`Please reason step by step`, `Answer with the letter only`) and the texts that
-the layouts of tasks add are left out, wherever they stand.
+task layouts add are left out everywhere.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from outrider.data.overlap.content import tokens, weight, word_weight
+from outrider.data.overlap.content import Bags, tokens, weight, word_weight
 from outrider.data.overlap.layout_texts import LAYOUTS
 from outrider.data.overlap.ngram_hashes import LETTERS, Pieces, once, words_of
 from outrider.data.overlap.plain import plain_text
 from outrider.data.overlap.vocabulary import INSTRUCTION, OPENERS, STOP, TRIGGERS
 
 SPECIFIC = 1.0
-"""Weight of the content words of a short text that proves something where it stands inside a longer one."""
+"""Minimum weight of the content words of a short text for which occurring inside a longer text is evidence."""
 _INSTRUCTING = STOP | INSTRUCTION
 _LONGEST_INSTRUCTION = 40
 _BREAK = re.compile(r"(?<=[.!?:;])[\"')\]*_]*\s+|\s*\n\s*|(?<=[。！？；：])")
@@ -38,28 +38,27 @@ _FIRST_OPTION = tuple(f"{letter}{mark}" for letter in "Aa" for mark in ").:]")
 _FEWEST_OPTIONS = 3
 
 Words = Sequence[str]
-Bags = Sequence[np.ndarray]
 
 
 class Units(NamedTuple):
     """The units of one text."""
 
     runs: np.ndarray
-    """[n] uint64, hashes of its runs of 13 words; none where it is shorter."""
+    """[n] uint64, hashes of its runs of 13 words; empty if it is shorter."""
     whole: int | None
-    """Hash of all its words; None where it has none."""
+    """Hash of all its words; None without words."""
     wholes: np.ndarray
-    """[n] uint64, hashes of other statements of its question: docstring, stem and options in any order."""
+    """[n] uint64, hashes of other statements of its question: docstring, or stem and options in any order."""
     stem: int | None
     """Hash of a question without its options."""
     spans: np.ndarray
-    """[n] uint64, hashes of sentences in a row that are shorter than a run, but specific."""
+    """[n] uint64, hashes of consecutive sentences that are shorter than a run, but specific."""
     span_weights: np.ndarray
-    """[n] float, of the content words in each."""
+    """[n] float, weight of the content words in each."""
     weight: float
-    """Of all its content words."""
+    """Weight of all its content words."""
     statements: tuple[Bags, ...]
-    """The content tokens of each sentence: of all of it, and of each docstring."""
+    """The content tokens of each sentence: of the whole text, and of each docstring."""
 
 
 def sentences(text: str) -> list[list[str]]:
@@ -69,13 +68,13 @@ def sentences(text: str) -> list[list[str]]:
 
 @functools.cache
 def _of_layouts() -> frozenset[tuple[str, ...]]:
-    """All sentences that layouts of tasks add."""
+    """All sentences that task layouts add."""
     texts = (_PLACEHOLDER.sub("\n", layout) for layout in LAYOUTS)
     return frozenset(tuple(words) for text in texts for words in sentences(text))
 
 
 def is_instruction(words: Words) -> bool:
-    """Whether a sentence only says how to answer, or is a label or a greeting."""
+    """Whether a sentence is only an instruction about the answer, a label or a greeting."""
     if len(words) > _LONGEST_INSTRUCTION:
         return False
     is_labelled = words[0] in TRIGGERS
@@ -84,8 +83,10 @@ def is_instruction(words: Words) -> bool:
 
 
 def bare(text: str) -> list[list[str]]:
-    """The question that a text asks, as sentences of normalised words, without layouts and instructions; of a text that
-    has nothing else, all of it."""
+    """The question of a text, as sentences of normalised words, without layouts and instructions.
+
+    A text that has nothing else is returned whole.
+    """
     listed = sentences(plain_text(text))
     return [_without_openers(words) for words in listed if not is_instruction(words)] or listed
 
@@ -120,8 +121,10 @@ def units(text: str) -> Units:
 
 
 def statements_of(question: str) -> list[Bags]:
-    """The content tokens of each sentence that states a question: of its docstrings, where it has some, else of what
-    comes before its examples and constraints."""
+    """The content tokens of each sentence that states a question.
+
+    From its docstrings, if it has any, else from the text before its examples and constraints.
+    """
     listed = [one for one in map(bare, _docstrings(question)) if _weight(one) >= SPECIFIC]
     if not listed:
         head = bare(_APPENDIX.split(question, maxsplit=1)[0])
@@ -130,7 +133,7 @@ def statements_of(question: str) -> list[Bags]:
 
 
 def placed_runs(question: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Every run of a question (hash, first word, word after the last), and the weight of each of its words."""
+    """Every run of a question (hash, first word, end), and the weight of each word of the question."""
     words = _words(question)
     return *Pieces(words).placed_runs(), np.array(list(map(word_weight, words)))
 
@@ -151,7 +154,7 @@ def _hash(words: Iterable[str]) -> int:
 def _spans(
     pieces: Pieces, listed: Sequence[Words], sentence_tokens: Sequence[Sequence[int]]
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Hashes and weights of all sentences in a row that are shorter than a run."""
+    """Hashes and weights of all consecutive sentences that are shorter than a run."""
     places = [0, *accumulate(map(len, listed))]
     totals = [0.0, *accumulate(weight(each) if len(each) < LETTERS else 0.0 for each in sentence_tokens)]
     begins, ends, weights = list[int](), list[int](), list[float]()
@@ -167,7 +170,7 @@ def _spans(
 
 
 def _docstrings(text: str) -> list[str]:
-    """The docstrings of stubs of code, without their examples."""
+    """The docstrings of code stubs, without their examples."""
     if '"""' not in text and "'''" not in text:
         return []
     return [_EXAMPLES.split(docstring, maxsplit=1)[0] for docstring in _DOCSTRING.findall(text)]
@@ -178,7 +181,7 @@ def _words(text: str) -> list[str]:
 
 
 def _options(text: str) -> list[re.Match[str]] | None:
-    """Where the options of a multiple choice begin, a, b, c and so on; None where there are none."""
+    """The labels a, b, c, … of a multiple choice; None if the text is none."""
     if not any(mark in text for mark in _FIRST_OPTION):
         return None
     places = list[re.Match[str]]()
@@ -189,7 +192,7 @@ def _options(text: str) -> list[re.Match[str]] | None:
 
 
 def _with_options(text: str, places: Sequence[re.Match[str]]) -> list[str]:
-    """The stem, then the options without their letters in the order of the alphabet."""
+    """The stem, then the options without their letters, sorted."""
     texts = [text[one.end() : following.start()] for one, following in pairwise(places)]
     last = text[places[-1].end() :].split("\n", 1)[0]
     return [*_words(text[: places[0].start()]), *chain.from_iterable(sorted(_words(one) for one in [*texts, last]))]

@@ -1,4 +1,4 @@
-"""Tables of English words: which carry no content, which are common, and which mean the same.
+"""Tables of English words: stop words, common words and synonyms.
 
 Small on purpose: a word that is in no table counts as rare.
 """
@@ -21,16 +21,16 @@ STOP = _words(_TABLES["STOP"])
 """Words that carry no content."""
 
 INSTRUCTION = _words(_TABLES["INSTRUCTION"])
-"""Words of which instructions about the answer consist; they carry no content either."""
+"""Words of instructions about the answer; they carry no content either."""
 
 TRIGGERS = _words(_TABLES["TRIGGERS"])
-"""A sentence of instructions has at least one of these."""
+"""Every instruction has at least one of these."""
 
 OPENERS = _words("please kindly hi hello hey ok okay so now well also")
-"""Words before a question that do not belong to it."""
+"""Words before a question that are not part of it."""
 
 COMMON = _words(_TABLES["COMMON"])
-"""Words that many questions have, in their plain form; half the weight of a rare one."""
+"""Words that many questions have, uninflected; half the weight of a rare word."""
 
 NUMBERS = {
     "zero": "0", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8",
@@ -45,12 +45,12 @@ NUMBERS = {
 CJK_STOP = frozenset(
     "的了是在有和与與他她它们們这這那个個我你就也都吗嗎呢吧着著被把对對从從到为為以而且或请請问問のはをがにでともへや이가은는을를의에"
 )
-"""Letters of Chinese, Japanese and Korean that carry little content by themselves."""
+"""Letters of Chinese, Japanese and Korean with little content of their own."""
 TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 DIGITS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 SYNONYMS = _groups(_TABLES["SYNONYMS"])
-"""Words that mean the same in questions, with forms that a stemmer does not reach; the first stands for all."""
+"""Groups of synonyms, including forms that a stemmer misses; the first represents the group."""
 
 CONTRASTS = _groups(_TABLES["CONTRASTS"])
-"""Words of which two questions have one each where they ask for different things."""
+"""Groups of contrasting words: two questions with different ones ask different things."""
