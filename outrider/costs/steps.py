@@ -70,20 +70,15 @@ class StepCosts:
             if curve.has_seconds and n
         }
         if self.table is None:
-            passes = {
-                (2**key, 1 + n): each for key, curve in self.passes.items() for n, each in curve.points if curve.samples
-            }
-            return RunnerSeconds(passes, drafts)
+            timed = {key: curve for key, curve in self.passes.items() if curve.samples}
+            return RunnerSeconds(
+                {(2**key, 1 + n): each for key, curve in timed.items() for n, each in curve.points}, drafts
+            )
         sizes = {(slots, int(width)) for slots, (widths, _) in self.table.curves.items() for width in widths}
-        sizes |= {
-            (2**key, 1 + n)
-            for by_slots in self.scales.values()
-            for key, scales in by_slots.items()
-            for n in scales.means
-        }
-        return RunnerSeconds(
-            {size: self.verify(size[0], math.prod(size), min(1, size[1] - 1)) for size in sizes}, drafts
-        )
+        for by_slots in self.scales.values():
+            sizes |= {(2**key, 1 + n) for key, scales in by_slots.items() for n in scales.means}
+        passes = {size: self.verify(size[0], math.prod(size), min(1, size[1] - 1)) for size in sizes}
+        return RunnerSeconds(passes, drafts)
 
     def add(self, size: StepSize, seconds: Sequence[tuple[float, float]], step: int) -> None:
         """Add seconds of steps of this size, each (draft, the rest)."""

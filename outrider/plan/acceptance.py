@@ -96,11 +96,6 @@ def _table() -> dict[str, Any]:
     return table
 
 
-def published_kinds() -> list[str]:
-    """Kinds that have published values."""
-    return sorted(_table())
-
-
 def published(kind: str) -> Acceptance | None:
     """Published acceptance of a kind on other targets; None if there is none."""
     entry = _table().get(kind)

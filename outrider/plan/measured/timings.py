@@ -243,7 +243,9 @@ def measure(
             largest = work.slots
             if expected := work.seconds(times.prompt_s, rounds):
                 names = ["plain", *work.names] if work.names else []
-                say(f"timing {work.slots} at once: {', '.join([*names, f'{len(work.sizes)} sizes of pass'])}")
+                say(
+                    f"timing {work.slots} concurrent texts: {', '.join([*names, f'passes of {len(work.sizes)} sizes'])}"
+                )
                 allowance.spend(expected, functools.partial(_time, times, target, work, keys, load, rounds))
     return times
 
