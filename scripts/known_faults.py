@@ -1154,7 +1154,7 @@ FAULTS = [
     ),
     fault(
         "a candidate passes the gate although one task was not measured",
-        ("_together", '    missing += [(f.rule, f"{p.where}: {p.reason}") for f, p in holes if is_asked(f)]\n', ""),
+        ("_together", '    missing += [(f.rule, f"{p.where}: {p.reason}") for f, p in holes if is_required(f)]\n', ""),
     ),
     # traffic
     fault(

@@ -136,10 +136,10 @@ def _together(
         [f for f in findings if f.verdict == which] for which in ("stop", "warn", "not measured")
     )
     holes = [(finding, part) for finding in findings for part in finding.parts if part.is_hole]
-    is_asked = lambda finding: finding.rule in policy.required and finding.rule not in excused
-    short = [(f.rule, f.reason) for f in silent if is_asked(f) and all(part.is_short for part in f.parts)]
-    missing = [(f.rule, f.reason) for f in silent if is_asked(f) and not all(part.is_short for part in f.parts)]
-    missing += [(f.rule, f"{p.where}: {p.reason}") for f, p in holes if is_asked(f)]
+    is_required = lambda finding: finding.rule in policy.required and finding.rule not in excused
+    short = [(f.rule, f.reason) for f in silent if is_required(f) and all(part.is_short for part in f.parts)]
+    missing = [(f.rule, f.reason) for f in silent if is_required(f) and not all(part.is_short for part in f.parts)]
+    missing += [(f.rule, f"{p.where}: {p.reason}") for f, p in holes if is_required(f)]
     stops += warnings if policy.warnings_stop else []
     unsaid = f"; not measured: {', '.join(finding.rule for finding in silent)}" if silent else ""
     if stops:

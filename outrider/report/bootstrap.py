@@ -33,11 +33,6 @@ class Interval(NamedTuple):
     low: float
     high: float
 
-    @property
-    def excludes_one(self) -> bool:
-        """Whether a ratio differs from 1."""
-        return self.low > 1 or self.high < 1
-
 
 def resampled(
     values: Sequence[Any] | Floats, statistic: Callable[[Floats], Floats], draws: int = DRAWS, seed: int = 0

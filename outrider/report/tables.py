@@ -26,7 +26,7 @@ class Measure(NamedTuple):
     cell: Callable[[Row], Text]
     is_number: bool = True
     name: str = ""
-    """The head in one line, where that is not its lines joined."""
+    """The head in one line, if that is not its lines joined."""
 
     @property
     def title(self) -> str:

@@ -257,7 +257,7 @@ def test_the_first_figures_compare_like_with_like():
     assert "Time per token, median 24.0 ms alone 41.3 ms" in text
     assert "Speed-up of dspark 1.72× 95 % interval 1.60 to 1.84" in text
     assert "Equal texts 24 of 24 2,304 tokens compared" in text
-    assert "Other programs" not in text and "does not write what" not in text
+    assert "Other programs" not in text and "does not generate the same text" not in text
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_the_first_figures_compare_like_with_like():
     [
         ({"speedup_range": None, "prompts": 3}, "too few for an interval"),
         ({"contention": 0.12}, "Other programs took up to 12 % of the time"),
-        ({"plain_exact": False}, "does not write what transformers' generate does"),
+        ({"plain_exact": False}, "does not generate the same text as transformers' generate"),
     ],
 )
 def test_what_makes_a_figure_doubtful_is_said(changes, said):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from outrider.report.parts import Range
 from outrider.report.schema import Report, Row
-from outrider.report.summary import MISSING, conditions
+from outrider.report.summary import MISSING, conditions, interval
 
 Colours = dict[str, int]
 """Colour by drafter, the same in every chart."""
@@ -31,5 +31,5 @@ def ranged(figure: Range | None, unit: str = "×") -> str:
     """A figure and its interval in words."""
     if figure is None or figure.center is None:
         return MISSING
-    ends = "" if figure.low is None or figure.high is None else f" ({figure.low:.2f} to {figure.high:.2f})"
-    return f"{figure.center:.2f}{unit}{ends}"
+    ends = interval(figure)
+    return f"{figure.center:.2f}{unit}{f' ({ends})' if ends else ''}"

@@ -1,5 +1,5 @@
 "use strict";
-/* Two things move: tips that come at once and from the keyboard, and the costs.  The page reads the same without them. */
+/* Immediate tips, also by keyboard, and the costs.  The page is readable without them. */
 (() => {
   const tip = document.getElementById("tip");
   let shown = null;
@@ -49,7 +49,7 @@
     const node = event.target.closest && event.target.closest("[data-tip]");
     if (node) show(node); else hide();
   });
-  // a tip goes where its shape goes, until that leaves the window
+  // a tip follows its shape until that leaves the window
   document.addEventListener("scroll", () => {
     if (!shown) return;
     const box = shown.getBoundingClientRect();
