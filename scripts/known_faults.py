@@ -459,7 +459,7 @@ FAULTS = [
     ),
     fault(
         "prompts are read by plain passes where the compiled step was checked in an earlier process",
-        ("CompiledStep.get", "        self._learn_shapes()\n", ""),
+        ("CompiledStep.get", "        self._learn_layout()\n", ""),
     ),
     fault(
         "1.52 times at 1.00 tokens per step is printed as a speed-up",
@@ -833,13 +833,13 @@ FAULTS = [
     ),
     fault(
         "a multiple choice whose options are reordered is another question",
-        ("_with_options", "sorted(_words(one) for one in [*texts, last])", "(_words(one) for one in [*texts, last])"),
+        ("_with_options", "sorted(_words(option) for option in [*texts, last])", "(_words(one) for one in [*texts, last])"),
     ),
     fault(
         "the docstring of a stub of code trains, and the stub counts as clean",
         (
             "units",
-            "wholes, stem = [_hash(chain.from_iterable(one)) for one in docstrings], None",
+            "wholes, stem = [_hash(chain.from_iterable(docstring)) for docstring in docstrings], None",
             "wholes, stem = list[int](), None",
         ),
     ),

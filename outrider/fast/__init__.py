@@ -63,13 +63,13 @@ class Graph:
         """Weights for the package: the module's, and the panels in memory."""
         if self.package.has_weights:
             return {}
-        constants, layers, weights = weights_of(traced) | self.package.constants, prepacked.in_panels(traced), {}
-        for name in self.package.names:
+        constants, layers = weights_of(traced) | self.package.constants, prepacked.in_panels(traced)
+
+        def weight(name: str) -> Tensor:
             numbers = rewrite.numbers_of(name)
-            weights[name] = (
-                constants[name].detach() if numbers is None else prepacked.panels_of([layers[n] for n in numbers])
-            )
-        return weights
+            return constants[name].detach() if numbers is None else prepacked.panels_of([layers[n] for n in numbers])
+
+        return {name: weight(name) for name in self.package.names}
 
     def padded(self, width: int) -> int:
         """Tokens per row that a pass of `width` tokens writes."""

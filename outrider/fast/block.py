@@ -95,11 +95,8 @@ class CompiledBlock(Compiled):
         rows = {0: Dim("rows", min=2, max=1024)}
         new, end, length = Dim("new", min=2, max=4096), Dim("end", min=3, max=2**20), Dim("length", min=4, max=2**20)
         buffers = [{**rows, 2: length} for _ in arguments[-1]]
-        return (
-            self.traced,
-            arguments,
-            ({**rows, 1: new}, rows, rows, rows, {0: end}, [rows for _ in arguments[-2]], buffers),
-        )
+        dims = {**rows, 1: new}, rows, rows, rows, {0: end}, [rows for _ in arguments[-2]], buffers
+        return self.traced, arguments, dims
 
     @torch.inference_mode()
     def compare(self, graph: Runnable) -> str:

@@ -42,7 +42,7 @@ def _fetch(addresses):
 @triton.jit
 def _multiply(
     x, norm, addresses, M, K: tl.constexpr, NORMED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PREFETCHED: tl.constexpr,
+    BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Rows x [M, K] times the weight rows at `addresses` [BLOCK_N], and sums of squares of x: [N, M] and [M].
 
@@ -50,7 +50,7 @@ def _multiply(
     """
     k, m = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_M)
     weights = addresses[:, None] + k[None, :]
-    for step in tl.static_range(PREFETCHED):
+    for step in tl.static_range(PREFETCH):
         line = tl.arange(0, BLOCK_K // LINE) * LINE
         _fetch(addresses[:, None] + step * BLOCK_K + line[None, :])
     _begin()
@@ -82,7 +82,7 @@ def _stored(out, values, columns, M, N, BLOCK_M: tl.constexpr):
 def project(
     x, norm, query, key, value, query_bias, key_bias, value_bias, out, M, eps, K: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PREFETCHED: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """out [M, QUERIES + 2 KEYS]: queries, keys and values of the normed x."""
     tile = tl.program_id(0)
@@ -93,9 +93,7 @@ def project(
     start = tl.where(tile < first, tile, tl.where(tile < second, tile - first, tile - second))
     n = tl.arange(0, BLOCK_N)
     inner = start * BLOCK_N + n
-    sums, squares = _multiply(
-        x, norm, weight + inner.to(tl.int64) * K, M, K, True, BLOCK_M, BLOCK_N, BLOCK_K, PREFETCHED
-    )
+    sums, squares = _multiply(x, norm, weight + inner.to(tl.int64) * K, M, K, True, BLOCK_M, BLOCK_N, BLOCK_K, PREFETCH)
     sums = sums * tl.rsqrt(squares / K + eps)[None, :]
     if BIASED:
         bias = tl.where(tile < first, query_bias, tl.where(tile < second, key_bias, value_bias))
@@ -106,16 +104,14 @@ def project(
 @triton.jit
 def gate(
     x, norm, gate, up, out, M, eps, K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PREFETCHED: tl.constexpr,
+    BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """out [M, N]: silu(gate) * up of the normed x.  A program has BLOCK_N / 2 rows of each weight."""
     half: tl.constexpr = BLOCK_N // 2
     n = tl.arange(0, BLOCK_N)
     rows = tl.program_id(0) * half + n % half
     weight = tl.where(n < half, gate, up)
-    sums, squares = _multiply(
-        x, norm, weight + rows.to(tl.int64) * K, M, K, True, BLOCK_M, BLOCK_N, BLOCK_K, PREFETCHED
-    )
+    sums, squares = _multiply(x, norm, weight + rows.to(tl.int64) * K, M, K, True, BLOCK_M, BLOCK_N, BLOCK_K, PREFETCH)
     sums = sums * tl.rsqrt(squares / K + eps)[None, :]
     gated, lifted = tl.split(tl.permute(tl.reshape(sums, (2, half, BLOCK_M)), (1, 2, 0)))
     _stored(out, gated * tl.sigmoid(gated) * lifted, tl.program_id(0) * half + tl.arange(0, half), M, N, BLOCK_M)
@@ -124,12 +120,12 @@ def gate(
 @triton.jit
 def add(
     x, weight, before, out, M, K: tl.constexpr, N: tl.constexpr, ADDED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCHED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """out [M, N]: `before` plus the product of x, or the product alone."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
-    sums, _ = _multiply(x, x, weight + n.to(tl.int64) * K, M, K, False, BLOCK_M, BLOCK_N, BLOCK_K, PREFETCHED)
+    sums, _ = _multiply(x, x, weight + n.to(tl.int64) * K, M, K, False, BLOCK_M, BLOCK_N, BLOCK_K, PREFETCH)
     if ADDED:
         sums += tl.load(before + m[None, :] * N + n[:, None], mask=m[None, :] < M, other=0.0).to(tl.float32)
     _stored(out, sums, n, M, N, BLOCK_M)
@@ -164,26 +160,24 @@ def rotate(
     _begin()
     slot, token = row // width, row % width
     line = projected + row * (HEADS + 2 * KV) * D + head * D
-    states = tl.load(line + i).to(tl.float32)
+    x = tl.load(line + i).to(tl.float32)
     is_query, is_value = head < HEADS, head >= HEADS + KV
     if not is_value:
         rotated = tl.load(line + other).to(tl.float32)
         if NORMED:
-            scale = tl.rsqrt(tl.sum(states * states, 0) / D + eps)
+            scale = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
             weight = tl.where(is_query, query_norm, key_norm)
-            states = states * scale * tl.load(weight + i).to(tl.float32)
+            x = x * scale * tl.load(weight + i).to(tl.float32)
             rotated = rotated * scale * tl.load(weight + other).to(tl.float32)
         rotated = tl.where(i < half, -rotated, rotated)
-        states = states * tl.load(cos + row * D + i).to(tl.float32) + rotated * tl.load(sin + row * D + i).to(
-            tl.float32
-        )
+        x = x * tl.load(cos + row * D + i).to(tl.float32) + rotated * tl.load(sin + row * D + i).to(tl.float32)
     if is_query:
-        tl.store(query + (row * HEADS + head) * D + i, states.to(query.dtype.element_ty))
+        tl.store(query + (row * HEADS + head) * D + i, x.to(query.dtype.element_ty))
     else:
         start = tl.load(starts + slot)
         own_head = tl.where(is_value, head - HEADS - KV, head - HEADS)
         place = slot.to(tl.int64) * slot_stride + own_head * head_stride + (start + token) * D
-        tl.store(tl.where(is_value, values, keys) + place + i, states.to(keys.dtype.element_ty))
+        tl.store(tl.where(is_value, values, keys) + place + i, x.to(keys.dtype.element_ty))
 
 
 @triton.jit

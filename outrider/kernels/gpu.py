@@ -41,7 +41,7 @@ class Tiles(NamedTuple):
     inner: int
     warps: int
     stages: int
-    prefetched: int
+    prefetch: int
     """Steps whose weights are prefetched before the kernel waits for its rows."""
 
     def launch_options(self, x: Tensor, *outer: int) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class Tiles(NamedTuple):
         step = math.gcd(2 * self.inner // x.itemsize, inner)
         return {
             "BLOCK_M": max(16, triton.next_power_of_2(rows)), "BLOCK_N": math.gcd(self.rows, *outer), "BLOCK_K": step,
-            "PREFETCHED": min(self.prefetched, inner // step), "num_warps": self.warps, "num_stages": self.stages,
+            "PREFETCH": min(self.prefetch, inner // step), "num_warps": self.warps, "num_stages": self.stages,
             **PDL,
         }  # fmt: skip
 

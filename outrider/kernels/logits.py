@@ -104,9 +104,8 @@ def _left(
         if tl.load(parents + node) == parent:
             token = tl.load(tokens + node)
             is_known = (token >= 0) & (token < V)
-            child_q = _judged(
-                q + slot * q_slot + m * q_node, x, is_in, token, is_known, tl.load(valid + node) != 0, WIDE
-            )
+            is_valid = tl.load(valid + node) != 0
+            child_q = _judged(q + slot * q_slot + m * q_node, x, is_in, token, is_known, is_valid, WIDE)
             mass = _mass(masses, node, splits, SPLITS)
             p = tl.where(mass > MIN_MASS, tl.maximum(p - child_q, 0.0) / tl.maximum(mass, MIN_MASS), p)
     return p
@@ -126,16 +125,16 @@ def read(
     slot, n = (row // (N + 1)).to(tl.int64), row % (N + 1)
     x = split * CHUNK + tl.arange(0, CHUNK)
     is_in = x < V
-    values = tl.load(logits + slot * slot_stride + n.to(tl.int64) * row_stride + x, mask=is_in, other=float("-inf"))
-    values = values.to(WIDE)
-    values = tl.where(values == values, values, float("inf"))
-    top = tl.max(values, 0)
+    logit = tl.load(logits + slot * slot_stride + n.to(tl.int64) * row_stride + x, mask=is_in, other=float("-inf"))
+    logit = logit.to(WIDE)
+    logit = tl.where(logit == logit, logit, float("inf"))
+    top = tl.max(logit, 0)
     at = row * splits + split
     tl.store(best + at, top)
-    tl.store(choice + at, tl.min(tl.where((values == top) & is_in, x, LAST), 0))
+    tl.store(choice + at, tl.min(tl.where((logit == top) & is_in, x, LAST), 0))
     warm = tl.load(temperature + slot).to(WIDE)
     shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
-    tl.store(total + at, tl.sum(tl.exp((values - shift) / tl.where(warm == 0, 1.0, warm)), 0))
+    tl.store(total + at, tl.sum(tl.exp((logit - shift) / tl.where(warm == 0, 1.0, warm)), 0))
     if HAS_Q:  # noqa: SIM102 — the outer one is decided while the kernel is compiled
         if n > 0:
             place = q + slot * q_slot + (n - 1).to(tl.int64) * q_node + x
@@ -194,9 +193,9 @@ def masses(
         x = split * CHUNK + tl.arange(0, CHUNK)
         is_in = x < V
         row = slot * (N + 1) + parent + 1
-        values = tl.load(logits + slot * slot_stride + (parent + 1) * row_stride + x, mask=is_in, other=float("-inf"))
+        logit = tl.load(logits + slot * slot_stride + (parent + 1) * row_stride + x, mask=is_in, other=float("-inf"))
         warm = tl.load(temperature + slot).to(WIDE)
-        p = _weights(values.to(WIDE), x, tl.load(row_best + row), tl.load(row_choice + row), warm)
+        p = _weights(logit.to(WIDE), x, tl.load(row_best + row), tl.load(row_choice + row), warm)
         p = _left(
             p / tl.load(row_total + row), x, is_in, slot, parent, n, tokens, parents, valid, q, q_slot, q_node, out,
             N, V, splits, SPLITS, WIDE,
@@ -228,11 +227,9 @@ def draw(
             return
     x = split * CHUNK + tl.arange(0, CHUNK)
     is_in = x < V
-    values = tl.load(logits + slot * slot_stride + n.to(tl.int64) * row_stride + x, mask=is_in, other=float("-inf"))
+    logit = tl.load(logits + slot * slot_stride + n.to(tl.int64) * row_stride + x, mask=is_in, other=float("-inf"))
     warm = tl.load(temperature + slot).to(WIDE)
-    p = _weights(values.to(WIDE), x, tl.load(row_best + row), tl.load(row_choice + row), warm) / tl.load(
-        row_total + row
-    )
+    p = _weights(logit.to(WIDE), x, tl.load(row_best + row), tl.load(row_choice + row), warm) / tl.load(row_total + row)
     if WRITES:
         tl.store(out + row.to(tl.int64) * V + x, p, mask=is_in)
     seed, at, depth = tl.load(seeds + slot), tl.load(index + slot), tl.load(depths + row)
@@ -344,11 +341,9 @@ def emit(
     row = slot * (N + 1) + at + 1
     x = split * CHUNK + tl.arange(0, CHUNK)
     is_in = x < V
-    values = tl.load(logits + slot * slot_stride + (at + 1) * row_stride + x, mask=is_in, other=float("-inf"))
+    logit = tl.load(logits + slot * slot_stride + (at + 1) * row_stride + x, mask=is_in, other=float("-inf"))
     warm = tl.load(temperature + slot).to(WIDE)
-    p = _weights(values.to(WIDE), x, tl.load(row_best + row), tl.load(row_choice + row), warm) / tl.load(
-        row_total + row
-    )
+    p = _weights(logit.to(WIDE), x, tl.load(row_best + row), tl.load(row_choice + row), warm) / tl.load(row_total + row)
     p = tl.where(is_in, p, 0.0)
     rest = p
     if youngest >= 0:

@@ -204,10 +204,10 @@ _weights: WeakKeyDictionary[nn.Linear, Prepacked] = WeakKeyDictionary()
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
     packed = _weights.get(layer)
-    usual = (
-        packed is None or packed.way not in _open.get() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-    )
-    if packed is None or usual or _disabled.get() or x.dtype != torch.float32 or not x.numel():
+    is_training = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+    if packed is None or packed.way not in _open.get() or _disabled.get() or is_training:
+        return F.linear(x, layer.weight, layer.bias)
+    if x.dtype != torch.float32 or not x.numel():
         return F.linear(x, layer.weight, layer.bias)
     weight = packed.weight
     if torch.compiler.is_compiling():  # a traced graph uses the current weights, and checks that itself
@@ -268,29 +268,24 @@ def product(x: Tensor, way: Way, weight: Tensor, outputs: int, bias: Tensor | No
 def _fastest(layers: Sequence[nn.Linear]) -> Way:
     """The fastest way for a plain step and a verification, timed on some of these layers."""
     shapes = sorted(Counter(tuple(layer.weight.shape) for layer in layers).items())
-    there = ways()
-    sizes = list(itertools.accumulate(layer.weight.nbytes for layer in layers))
-    sample = [layer.weight for layer, size in zip(layers, sizes, strict=True) if size <= SAMPLE_BYTES] or [
-        layers[0].weight
-    ]
-    # a layer tied to another's weight may be wider than it says
-    inputs = {
-        (rows, width): torch.ones(rows, width)
-        for rows in SAMPLE_ROWS
-        for width in {original.shape[1] for original in sample}
-    }
+    possible = ways()
+    if len(possible) == 1:
+        return "plain"
+    sizes = itertools.accumulate(layer.weight.nbytes for layer in layers)
+    sample = [layer.weight for layer, size in zip(layers, sizes, strict=True) if size <= SAMPLE_BYTES]
+    sample = sample or [layers[0].weight]
+    widths = {each.shape[1] for each in sample}  # a layer tied to another's weight may be wider than it says
+    inputs = {(rows, width): torch.ones(rows, width) for rows in SAMPLE_ROWS for width in widths}
 
     def multiply(way: Way, weights: Sequence[Tensor]) -> None:
         for rows in SAMPLE_ROWS:
-            for original, weight in zip(sample, weights, strict=True):
-                product(inputs[rows, original.shape[1]], way, weight, original.shape[0])
+            for each, weight in zip(sample, weights, strict=True):
+                product(inputs[rows, each.shape[1]], way, weight, each.shape[0])
 
     def runs() -> dict[str, Callable[[], object]]:
-        return {way: functools.partial(multiply, way, prepacked(sample, way)) for way in there}
+        return {way: functools.partial(multiply, way, prepacked(sample, way)) for way in possible}
 
-    if len(there) == 1:
-        return "plain"
-    return machine.fastest(f"float32 products of linear layers {shapes}: {there}", runs)  # type: ignore[return-value]
+    return machine.fastest(f"float32 products of linear layers {shapes}: {possible}", runs)  # type: ignore[return-value]
 
 
 @functools.cache

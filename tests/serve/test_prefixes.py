@@ -163,7 +163,7 @@ def test_families_with_windows_and_other_keys(family):
 def test_buffers_may_be_there_before_the_first_pass(target, monkeypatch):
     """Catches a store that makes a cache's buffers a second time: a compiled target's are there from the start."""
     target.prefill(cache := target.allocate(1, 8), [0], torch.tensor([[1, 2]]), [2])
-    monkeypatch.setattr(target.step, "shapes", SlotCache(1, 1, layers=cache.stacked).shaped_as(cache))
+    monkeypatch.setattr(target.step, "layout", cache.layout)
     assert target.allocate(1, 8).layers == cache.layers != []
     assert [trace.cached // BLOCK for trace in agree(target, Drafter, 6)] == CACHED
 
@@ -374,7 +374,7 @@ def unlike(name: str) -> TransformersTarget:
 
 
 UNLIKE = {
-    "a cache of its own": "cache of its own kind", "a recurrent state": "more of a text than keys and values",
+    "a cache of its own": "does not store keys and values by slot", "a recurrent state": "more than keys and values",
     "rotary factors by length": "rotary factors",
 }  # fmt: skip
 

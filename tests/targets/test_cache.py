@@ -154,7 +154,7 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def test_columns_are_copied_into_another_cache(is_new):
     """Catches columns of another layer, slot or position, and a spare buffer that is copied or written."""
     cache = filled(3, [20, 7, 13], 1)
-    other = SlotCache(2, LENGTH, layers=2).shaped_as(cache) if is_new else filled(2, [9, 0], 2)
+    other = SlotCache(2, LENGTH, layers=2).laid_out(cache.layout) if is_new else filled(2, [9, 0], 2)
     assert other.layout == cache.layout and len(cache.layout) == 7
     untouched = held(other, 0)
     parts = [cache.copy_out(0, 0, 8), cache.copy_out(0, 8, 12)]
@@ -173,7 +173,7 @@ def test_columns_are_copied_into_another_cache(is_new):
 
 def test_views_of_buffers_show_copied_columns():
     """Catches a compiled step that reads buffers in which nothing was copied."""
-    cache = SlotCache(2, LENGTH, layers=2).shaped_as(filled(3, [20, 7, 13], 1))
+    cache = SlotCache(2, LENGTH, layers=2).laid_out(filled(3, [20, 7, 13], 1).layout)
     cache.reserve(LENGTH)
     cache.open([1], 1)
     views = cache.buffers

@@ -97,9 +97,8 @@ class GpuPass(nn.Module):
     ) -> None:  # fmt: skip
         """From the residual stream `before` [M, H] to `after`; writes keys and values to this layer's cache."""
         attention, heads = layer.self_attn, self.heads
-        norms = (
-            (attention.q_norm.weight, attention.k_norm.weight) if heads.are_normed else cos_sin
-        )  # any tensors: none is read
+        # without norms any tensors, which are not read
+        norms = (attention.q_norm.weight, attention.k_norm.weight) if heads.are_normed else cos_sin
         keys, values = cache
         projected = self._projected(before, layer.input_layernorm.weight, attention)
         query = gpu.rotated(projected, norms, cos_sin, layout.starts, keys, values, layout.width, self.eps, heads)
@@ -143,6 +142,6 @@ class GpuPass(nn.Module):
         if len(x) <= gpu.FEW:
             gpu.multiply(x, layer.weight, before, out, TILES[name])
             return out
-        return (
-            torch.mm(x, layer.weight.T, out=out) if before is None else torch.addmm(before, x, layer.weight.T, out=out)
-        )
+        if before is None:
+            return torch.mm(x, layer.weight.T, out=out)
+        return torch.addmm(before, x, layer.weight.T, out=out)

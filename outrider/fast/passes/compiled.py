@@ -34,6 +34,7 @@ from outrider.targets.accuracy import Loss, Tolerance
 from outrider.targets.cache import attention_mask
 from outrider.targets.cache.attention_mask import PassLayout, TracedCache, Tree, additive
 from outrider.targets.cache.slots import SlotCache
+from outrider.targets.cache.stacks import LayerBuffer
 from outrider.targets.hf import family, passes
 from outrider.targets.hf.passes import passed
 
@@ -60,9 +61,9 @@ class CompiledStep(Compiled):
     def __init__(self, target: Any):
         super().__init__()
         self.target = target
-        self.shapes: SlotCache | None = None
-        """A cache with the graph's buffer shapes, for weights of dtype `_shaped_in`."""
-        self._shaped_in: torch.dtype | None = None
+        self.layout: tuple[LayerBuffer, ...] | None = None
+        """The buffers of a cache with weights of dtype `_layout_dtype`; None until they are known."""
+        self._layout_dtype: torch.dtype | None = None
         self._lock = threading.Lock()
 
     def model(self) -> nn.Module:
@@ -98,22 +99,21 @@ class CompiledStep(Compiled):
         """As `Compiled.get`; from then on caches have buffers before a prompt is read, so that its first chunk can be
         compiled too."""
         seconds = super().get(build)
-        self._learn_shapes()
+        self._learn_layout()
         return seconds
 
     def renew(self) -> None:
-        if self._shaped_in != self.target.model.dtype:
-            self.shapes = None
+        if self._layout_dtype != self.target.model.dtype:
+            self.layout = None
         super().renew()
 
     @torch.inference_mode()
-    def _learn_shapes(self) -> None:
+    def _learn_layout(self) -> None:
         """By reading one token."""
-        if self.shapes is None:
+        if self.layout is None:
             cache = self.target.allocate(1, 1)
             self.target.prefill(cache, [0], torch.zeros(1, 1, dtype=torch.int64, device=self.target.device), [1])
-            self.shapes = SlotCache(1, 1, cache.device, cache.stacked).shaped_as(cache)
-            self._shaped_in = self.target.model.dtype
+            self.layout, self._layout_dtype = cache.layout, self.target.model.dtype
 
     @property
     def traced(self) -> nn.Module:
@@ -122,14 +122,9 @@ class CompiledStep(Compiled):
     def settings(self) -> Sequence[object]:
         model = self.target.model
         config = model.config
-        versions = (
-            transformers.__version__,
-            type(model).__name__,
-            config.to_json_string(),
-            config._attn_implementation,
-        )
+        setup = transformers.__version__, type(model).__name__, config.to_json_string(), config._attn_implementation
         traced = (sys.modules[type(each).__module__] for each in (self, self.target, model))
-        return [versions, self.target.family, *code(fast, build, family, attention_mask, passes, *traced)]
+        return [setup, self.target.family, *code(fast, build, family, attention_mask, passes, *traced)]
 
     def reads(self, cache: SlotCache, rows: Sequence[int], tokens: Tensor) -> bool:
         """Whether a prompt's chunk [R, S] of these slots can run compiled."""
@@ -155,19 +150,14 @@ class CompiledStep(Compiled):
     def example(self) -> tuple[nn.Module, tuple[Any, ...], Any]:
         cache, tokens = self._pass(*EXAMPLE)
         arguments = self._arguments(tokens, cache, None, (0, 1))
-        r = {0: Dim("rows", min=2, max=1024)}
-        width, end, length = (
-            Dim("width", min=2, max=WIDEST),
-            Dim("end", min=3, max=2**20),
-            Dim("length", min=4, max=2**20),
-        )
-        of_rows, taps, of_buffers = (
-            {**r, 1: width},
-            {0: Dim("taps", min=2, max=2**10)},
-            [{**r, 2: length} for _ in arguments[-1]],
-        )
-        logit_indices = {**r, 1: Dim("asked", min=2, max=WIDEST)}
-        dims = of_rows, of_rows, {**r, 1: width, 2: width}, r, {0: end}, taps, logit_indices, of_buffers
+        rows, width = Dim("rows", min=2, max=1024), Dim("width", min=2, max=WIDEST)
+        columns, length = {0: Dim("end", min=3, max=2**20)}, Dim("length", min=4, max=2**20)
+        taps, logit_indices = {0: Dim("taps", min=2, max=2**10)}, {0: rows, 1: Dim("logits", min=2, max=WIDEST)}
+        tokens_dims = {0: rows, 1: width}
+        buffers = [{0: rows, 2: length} for _ in arguments[-1]]
+        dims = (
+            tokens_dims, tokens_dims, {0: rows, 1: width, 2: width}, {0: rows}, columns, taps, logit_indices, buffers,
+        )  # fmt: skip
         return TracedPass(self.target, cache.layers), arguments, dims
 
     def trials(self) -> list[tuple[Any, ...]]:
@@ -213,7 +203,7 @@ class CompiledStep(Compiled):
         """An open pass after random states in slots of unequal length, and its tokens [rows, width]."""
         before, noise = min(BEFORE, self.target.spec.context // 2), torch.Generator().manual_seed(5)
         tokens = torch.randint(self.target.spec.vocabulary, (rows, width), generator=noise).to(self.target.device)
-        self._learn_shapes()
+        self._learn_layout()
         cache = self.target.allocate(rows, before + width + 8)
         cache.lengths = [before - row for row in range(rows)]
         cache.open(range(rows), width)
@@ -252,11 +242,9 @@ class CompiledStep(Compiled):
         """Tokens; depths and tree mask; starts of rows, and columns up to the end; taps; logit indices; buffers."""
         tree_mask, depths = _chain_of(*tokens.shape, tokens.device) if tree is None else tree
         tapped = numbers(taps or (0,), tokens.device)
-        logit_indices = (
-            _all_of(*tokens.shape, tokens.device) if last is None else to_device(last, tokens.device)[:, None]
-        )
+        indices = _all_of(*tokens.shape, tokens.device) if last is None else to_device(last, tokens.device)[:, None]
         inputs = tokens.contiguous(), depths.contiguous(), tree_mask.contiguous()
-        return *inputs, cache.starts, cache.columns, tapped, logit_indices, cache.buffers
+        return *inputs, cache.starts, cache.columns, tapped, indices, cache.buffers
 
 
 @functools.lru_cache(256)

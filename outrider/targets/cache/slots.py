@@ -29,7 +29,6 @@ STEP_WIDTH = 64
 slots, so these are moved together once instead of being copied in every step."""
 VIEWS = 64
 """Number of slot spans whose views are stored; then all are dropped."""
-
 COLUMNS = 256
 """A captured pass on a GPU reads a multiple of this many columns."""
 
@@ -112,12 +111,8 @@ class SlotCache(StateCalls):
             self._views[key] = [buffer[rows] for _, both in sorted(self._layers.items()) for buffer in both]
         return self._views[key]
 
-    def shaped_as(self, other: SlotCache) -> SlotCache:
-        """This cache with buffers for another's layers, before any pass: a compiled step creates none."""
-        return self.laid_out(other.layout)
-
     def laid_out(self, layout: Sequence[LayerBuffer]) -> SlotCache:
-        """This cache with these buffers, before any pass."""
+        """This cache with these buffers, before any pass: a compiled step creates none."""
         for buffer in layout:
             self.stacks.make(buffer)
         self._take()
@@ -234,18 +229,12 @@ class SlotCache(StateCalls):
         return additive(self._bool_mask(tree_mask), dtype)
 
     def masks(
-        self,
-        tree_mask: Tensor | None,
-        dtype: torch.dtype,
-        limits: Mapping[str, AttentionLimit | None],
+        self, tree_mask: Tensor | None, dtype: torch.dtype, limits: Mapping[str, AttentionLimit | None],
         depths: Tensor | None = None,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Tensor]:  # fmt: skip
         """A mask as `mask` for every kind of layer, within that kind's limit.  depths as in `positions`."""
-        if (
-            tree_mask is None
-            and self.is_even
-            and all(limit is None or limit.kind == "window" for limit in limits.values())
-        ):
+        has_chunks = any(limit is not None and limit.kind == "chunk" for limit in limits.values())
+        if tree_mask is None and self.is_even and not has_chunks:
             return {kind: self._chain_mask(dtype, limit) for kind, limit in limits.items()}
         mask, depths = self._bool_mask(tree_mask), self._order if depths is None else depths
         return {
@@ -269,9 +258,9 @@ class SlotCache(StateCalls):
     def _new_chain_mask(self, start: int, width: int, dtype: torch.dtype, limit: AttentionLimit | None) -> Tensor:
         query_positions = torch.arange(width, device=self.device)[:, None]
         key_positions = torch.arange(-start, width, device=self.device)
-        mask = (key_positions <= query_positions) & (
-            True if limit is None else key_positions > query_positions - limit.size
-        )
+        mask = key_positions <= query_positions
+        if limit is not None:
+            mask &= key_positions > query_positions - limit.size
         return additive(mask[None], dtype)
 
     def _bool_mask(self, tree_mask: Tensor | None) -> Tensor:
@@ -381,9 +370,8 @@ class SlotCache(StateCalls):
 
     def _buffer(self, layer: int, holds: Literal["keys", "values", "index"], states: Tensor) -> Tensor:
         """A new buffer for states [R, h, n, d] like these."""
-        return self.stacks.make(
-            LayerBuffer(layer, holds, states.shape[1], states.shape[3], states.dtype, states.device)
-        )
+        _, heads, _, size = states.shape
+        return self.stacks.make(LayerBuffer(layer, holds, heads, size, states.dtype, states.device))
 
     @torch.inference_mode()
     def straighten(self, row: int, start: int, path: Sequence[int]) -> None:

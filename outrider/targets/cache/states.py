@@ -75,9 +75,8 @@ class RecurrentStates:
             for b, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
                 history = self.remembered.setdefault(row, deque(maxlen=self.undo + 1))
                 for n in range(max(1, count - self.undo) if self.trail else count, count + 1):
-                    history.append(
-                        StateSnapshot(start + n, {key: self._after(key, n, b, width).clone() for key in self.work})
-                    )
+                    states = {key: self._after(key, n, b, width).clone() for key in self.work}
+                    history.append(StateSnapshot(start + n, states))
 
     def _after(self, key: Key, count: int, b: int, width: int) -> Tensor:
         """A state of row b after the first `count` tokens of the open pass."""

@@ -189,12 +189,9 @@ def _sizes(keys: Keys, tensors: Tensors) -> Sizes:
         raise Refused(f"{heads} heads of {head_dim} can't share {sizes.kv_heads} heads of keys and values")
     arch = architecture(keys)
     rows = {"attn_q": heads, "attn_k": sizes.kv_heads, "attn_v": sizes.kv_heads, "attn_qkv": heads + 2 * sizes.kv_heads}
-    expected: dict[str, tuple[int, ...]]
-    expected = {
-        f"blk.0.{name}.weight": (count * head_dim, hidden) for name, count in rows.items() if name in arch.layer
-    }
     parts = 2 if arch.layer["ffn_up"] == "mlp.gate_up_proj" else 1
-    expected |= {
+    expected: dict[str, tuple[int, ...]] = {
+        **{f"blk.0.{name}.weight": (count * head_dim, hidden) for name, count in rows.items() if name in arch.layer},
         "blk.0.attn_norm.weight": (hidden,), "blk.0.ffn_up.weight": (parts * sizes.intermediate, hidden),
     }  # fmt: skip
     for name, shape in expected.items():

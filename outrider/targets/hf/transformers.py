@@ -239,7 +239,7 @@ class TransformersTarget(Passes):
             length = -(-length // COLUMNS) * COLUMNS
         # one buffer for all layers needs them on one device
         cache = SlotCache(slots, length, self.device, self.spec.layers if self.is_whole else 1, undo)
-        return cache if self.step.shapes is None else cache.shaped_as(self.step.shapes)
+        return cache if self.step.layout is None else cache.laid_out(self.step.layout)
 
     @torch.inference_mode()
     def prefill(

@@ -235,12 +235,8 @@ class TensorParallelTarget:
         self._part, self._calls, self._number = part, calls, number
         self._lenders: dict[torch.device, TransformersTarget] = {}
         """Targets with whole embedding and head, for drafters, by device."""
-        self.device, self.spec, self.tokenizer, self.mask_token = (
-            part.device,
-            part.spec,
-            part.tokenizer,
-            part.mask_token,
-        )
+        self.device, self.spec = part.device, part.spec
+        self.tokenizer, self.mask_token = part.tokenizer, part.mask_token
 
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -85,11 +85,8 @@ def plain(message: Mapping[str, Any]) -> dict[str, Any]:
 def plain_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool's definition, wrapped in `function` and without nulls from a table's other rows."""
     definition: dict[str, Any] = without_nulls(tool, NULLS)
-    return (
-        definition
-        if "function" in definition or "name" not in definition
-        else {"type": "function", "function": definition}
-    )
+    is_bare = "function" not in definition and "name" in definition
+    return {"type": "function", "function": definition} if is_bare else definition
 
 
 def _call(call: Any) -> Any:

@@ -138,11 +138,8 @@ OF_ENDS = ("min_new_tokens", "exponential_decay_length_penalty")
 
 
 def _by_processors(model: Any, settings: Mapping[str, Any], text: _Text) -> Sampling:
-    chosen = {
-        key: value
-        for key, value in settings.items()
-        if key in (*NEUTRAL, *SETTINGS) and (text.ends or key not in OF_ENDS)
-    }
+    keys = [key for key in (*NEUTRAL, *SETTINGS) if text.ends or key not in OF_ENDS]
+    chosen = {key: value for key, value in settings.items() if key in keys}
 
     def made(keys: Mapping[str, Any]) -> list[Processor]:
         config = GenerationConfig(max_length=len(text.prompt) + text.max_new_tokens)

@@ -126,9 +126,8 @@ class SharedVocabulary:
         shared = _shared_ids(drafter, target)
         self.count = len(shared)
         self.vocabulary = target.size
-        self.drafter_ids, self.target_ids = (
-            torch.tensor(shared, dtype=torch.int64, device=device).view(-1, 2).T.contiguous()
-        )
+        pairs = torch.tensor(shared, dtype=torch.int64, device=device).view(-1, 2)
+        self.drafter_ids, self.target_ids = pairs.T.contiguous()
         """[K] ids in the drafting model, and in the target."""
         self.by_target = {other: one for one, other in shared}
         self._drafter_ids = torch.zeros(target.size, dtype=torch.int64, device=device)
@@ -157,9 +156,8 @@ def _shared_ids(drafter: Vocabulary, target: Vocabulary) -> list[tuple[int, int]
     """(drafting model's id, target's id), ascending.  The two end tokens count as shared unless either already is."""
     drafter_pieces, target_pieces = _by_bytes(drafter), _by_bytes(target)
     shared = {target_pieces[piece]: drafter_pieces[piece] for piece in target_pieces.keys() & drafter_pieces.keys()}
-    shared |= {
-        target.specials[text]: drafter.specials[text] for text in target.specials.keys() & drafter.specials.keys()
-    }
+    names = target.specials.keys() & drafter.specials.keys()
+    shared |= {target.specials[name]: drafter.specials[name] for name in names}
     is_free = target.end is not None and target.end not in shared and drafter.end not in shared.values()
     if is_free and drafter.end is not None and target.end is not None:
         shared[target.end] = drafter.end
