@@ -165,7 +165,7 @@ def test_a_published_drafter_is_calibrated_into_a_new_checkpoint(tmp_path, capsy
     assert outrider_with(*words) == 2
     assert "does not name its target; name it with --target" in " ".join(capsys.readouterr().err.split())
     assert outrider_with(*words, "--target", str(target)) == 2
-    assert "which stays as it is; name a new checkpoint with --out" in " ".join(capsys.readouterr().err.split())
+    assert "which is not changed; name a new checkpoint with --out" in " ".join(capsys.readouterr().err.split())
     there = sorted(path.name for path in tmp_path.iterdir())
     writing = (*words, "--target", str(target), "--out", str(tmp_path / "scaled"))
     with monkeypatch.context() as patched:  # too few drafts, and a disk that is full when the scaling is written

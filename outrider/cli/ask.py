@@ -1,4 +1,4 @@
-"""`outrider ask`: a prompt, or a file of them, sent to a server with OpenAI's API, and a report of what it cost."""
+"""`outrider ask`: send a prompt or a file of prompts to a server with OpenAI's API, and report the cost."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import typer
 
 from outrider.cli import console
 from outrider.cli.console import bar, key_of, lasting, place_of_json, remark, say, write_json
-from outrider.cli.options import JsonTo
+from outrider.cli.options import JsonTo, KeyFrom
 from outrider.client import AsyncClient, ClientError, Limits, Retries, Timeouts, load_prices
 from outrider.client.asking import FileProgress, Prompt, ask_all, locked, read_prompts, stream_text, unanswered
 from outrider.errors import ConfigError, DataError
 
 FILES = (".jsonl", ".ndjson")
-"""Ends of names of files with prompts."""
+"""Suffixes of prompt files."""
 SHOWN = 3
-"""Failures of a file that are printed."""
+"""Number of failures printed for a file."""
 
 MadeClient = Callable[[], AsyncClient]
 
@@ -30,43 +30,42 @@ MadeClient = Callable[[], AsyncClient]
 def ask(
     what: Annotated[
         str,
-        typer.Argument(metavar="TEXT|FILE", help="A prompt, or a file (.jsonl) with one a line.", show_default=False),
+        typer.Argument(metavar="TEXT|FILE", help="A prompt, or a file (.jsonl) with one per line.", show_default=False),
     ],
     server: Annotated[str, typer.Option(metavar="URL", help="A server with OpenAI's API.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="The server's first one unless given.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model; the server's first one unless given.")] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Gets a file's answers; those it has are not asked again.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Where the answers to a file go; prompts with an answer are skipped."),
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of an answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; the server's own unless given.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of sampled answers.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; the server's default unless given.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of sampled answers.")] = None,
     completions: Annotated[
         bool, typer.Option("--completions", help="Continue the text, for models without a chat template.")
     ] = False,
     prediction: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Text that the answer is likely to repeat.")
     ] = None,
-    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print a text as it is written.")] = True,
-    concurrency: Annotated[int, typer.Option(min=1, help="Prompts of a file asked at once.")] = 16,
-    attempts: Annotated[int, typer.Option(min=1, help="How often a prompt is sent until it has failed.")] = 4,
-    timeout: Annotated[float, typer.Option(help="Seconds of one answer, pauses included.")] = 600.0,
-    rpm: Annotated[float | None, typer.Option(help="The most requests a minute.")] = None,
-    tpm: Annotated[float | None, typer.Option(help="The most tokens a minute.")] = None,
+    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the answer as it is generated.")] = True,
+    concurrency: Annotated[int, typer.Option(min=1, help="Concurrent requests for a file.")] = 16,
+    attempts: Annotated[int, typer.Option(min=1, help="How often a prompt is sent before it counts as failed.")] = 4,
+    timeout: Annotated[float, typer.Option(help="Time limit of an answer in seconds, including pauses.")] = 600.0,
+    rpm: Annotated[float | None, typer.Option(help="Most requests per minute.")] = None,
+    tpm: Annotated[float | None, typer.Option(help="Most tokens per minute.")] = None,
     budget: Annotated[
-        str | None, typer.Option(metavar="5.00", help="The most that this run may cost, by --prices and --max-tokens.")
+        str | None, typer.Option(metavar="5.00", help="Cost limit of this run, by --prices and --max-tokens.")
     ] = None,
     prices: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Prices of models (YAML); docs/ask-files.md shows one.")
+        Path | None, typer.Option(metavar="FILE", help="Prices of models (YAML); see docs/ask-files.md.")
     ] = None,
     cache: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Whole answers by the content of their requests.")
+        Path | None, typer.Option(metavar="FOLDER", help="Cache of complete answers, by the content of requests.")
     ] = None,
-    key_from: Annotated[
-        str | None, typer.Option("--key-from", metavar="VARIABLE", help="Environment variable that holds the key.")
-    ] = None,
+    key_from: KeyFrom = None,
     json_to: JsonTo = None,
 ) -> None:
-    """Ask a server: a prompt, or a file of prompts with progress, resume and a report of what it cost."""
+    """Send a prompt, or a file of prompts with progress and resume, and report the cost."""
     place_of_json(json_to)
     is_file = what.endswith(FILES)
     if is_file and not Path(what).exists():
@@ -101,7 +100,7 @@ def ask(
 
 
 def _ask_one(made: MadeClient, body: Mapping[str, Any], stream: bool) -> dict[str, Any]:
-    """Print the answer to one text, and on standard error what it took."""
+    """Print the answer to a text, and usage on standard error."""
     show = lambda text: print(console.written(text), end="", file=console.out.file, flush=True)
 
     async def main() -> dict[str, Any]:
@@ -133,7 +132,7 @@ def _amount(budget: str | None) -> Decimal | None:
 
 
 async def _name_model(client: AsyncClient) -> None:
-    """The server's first model, where none was named.  A server that lists none takes requests without one."""
+    """Use the server's first model if none was named.  Servers that list none accept requests without one."""
     if client.model is None:
         client.model = next(iter(await client.models()), None)
 
@@ -144,7 +143,7 @@ async def _name_model(client: AsyncClient) -> None:
 def _ask_file(
     made: MadeClient, source: Path, settings: Mapping[str, Any], out: Path, concurrency: int
 ) -> dict[str, Any]:
-    """Answer a file of prompts into another, and print what became of them."""
+    """Answer the prompts of a file into another file, and print a summary."""
     prompts = read_prompts(source, settings)
     if out.exists() and out.samefile(source):
         raise ConfigError(f"answers would overwrite {source}; name another file with --out")
@@ -171,7 +170,7 @@ async def _main(
 
 
 def _report(client: AsyncClient, progress: FileProgress, seconds: float) -> dict[str, Any]:
-    """The result as JSON has it; amounts as texts, since JSON's numbers are not exact."""
+    """The result as JSON; amounts are strings, since JSON numbers are not exact."""
     totals, prices = client.usage, client.prices
     counts = {name: f"{value:f}" if isinstance(value, Decimal) else value for name, value in asdict(totals).items()}
     return {
@@ -191,7 +190,7 @@ def _described(error: ClientError) -> str:
 
 
 def _summary(report: Mapping[str, Any]) -> list[str]:
-    """What an answer took: tokens, time, attempts, cost."""
+    """Usage of an answer: tokens, time, attempts, cost."""
     usage = report["usage"]
     repeated = usage["attempts"] - usage["requests"] + usage["cached"]
     parts = [f"{usage['completion_tokens']} tokens after {usage['prompt_tokens']}", lasting(report["seconds"])]
@@ -209,7 +208,7 @@ def _cost(report: Mapping[str, Any]) -> str:
 
 
 def _print(report: Mapping[str, Any], out: Path) -> None:
-    """One table, and the first failures."""
+    """Print one table and the first failures."""
     usage, failed = report["usage"], report["failed"]
     rows = {"answered": str(report["answered"]), "failed": str(len(failed)), "time": lasting(report["seconds"])}
     rows |= {"from the cache": str(usage["cached"])} if usage["cached"] else {}
@@ -230,4 +229,4 @@ def _print(report: Mapping[str, Any], out: Path) -> None:
     if report["stopped"]:
         say(f"          stopped early: {report['stopped']}")
     if failed or report["stopped"]:
-        say(f"          the same command asks again for what has no answer in {out}")
+        say(f"          rerun the same command to retry prompts without an answer in {out}")

@@ -1,5 +1,4 @@
-"""What the shell completes as values of options: kinds of drafters, tasks, engines and formats.  No verb is loaded for
-it."""
+"""Shell completion of option values: drafter kinds, tasks, engines and formats.  Imports no verb."""
 
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -8,8 +7,8 @@ import typer
 
 
 def kinds() -> list[str]:
-    """Kinds of drafters."""
-    from outrider import drafters  # here and below: loaded where they are asked for, not for the help
+    """Drafter kinds."""
+    from outrider import drafters  # here and below: imported only for completion
 
     return sorted(drafters.kinds())
 
@@ -29,12 +28,12 @@ def formats() -> list[str]:
 
 
 def engines_and_formats() -> list[str]:
-    """What drafters are exported for."""
+    """Values of `--to`."""
     return sorted({*engines(), *formats()})
 
 
 def tasks(incomplete: str) -> list[str]:
-    """Tasks to measure on; after a comma the next one."""
+    """Evaluation tasks; after a comma the next one."""
     from outrider.measure.tasks.names import BUILT_IN, TASKS
 
     before, comma, _ = incomplete.rpartition(",")
@@ -53,7 +52,7 @@ OPTIONS: dict[str, Callable[..., list[str]]] = {
 
 
 def stand_in(words: Sequence[str]) -> Any:
-    """A command that has the option at the end of these words alone, to complete its value; None for other options."""
+    """A command with only the last option of these words, to complete its value; None for other options."""
     complete = OPTIONS.get(words[-1]) if words else None
     if complete is None:
         return None

@@ -1,4 +1,4 @@
-"""`outrider corpus list`, `stats`, `remove` and `verify`: the texts to draft from."""
+"""`outrider corpus list`, `stats`, `remove` and `verify`: text corpora to draft from."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,12 +17,12 @@ NUMBERS = ("documents", "tokens", "size")
 CorpusName = Annotated[str, typer.Argument(help="Name of the corpus.", show_default=False)]
 CorpusFolder = Annotated[
     Path | None,
-    typer.Option("--folder", help="Where corpora are; $OUTRIDER_CORPORA or ~/.local/share/outrider/corpora."),
+    typer.Option("--folder", help="Folder of corpora; $OUTRIDER_CORPORA or ~/.local/share/outrider/corpora."),
 ]
 
 
 def corpus_list(folder: CorpusFolder = None, json_to: JsonTo = None) -> None:
-    """List the corpora there are."""
+    """List corpora."""
     place_of_json(json_to)
     rows = [_corpus_row(name, folder) for name in corpora.names(folder)]
     columns = ("corpus", *NUMBERS, "tokenizer", "made", "")
@@ -38,7 +38,7 @@ def corpus_list(folder: CorpusFolder = None, json_to: JsonTo = None) -> None:
 
 
 def _corpus_row(name: str, folder: Path | None) -> dict[str, Any]:
-    """A row of `corpus list`; `error` where the corpus can't be opened."""
+    """A row of `corpus list`; with `error` if the corpus can't be opened."""
     path = corpora.folder_of(name, folder)
     try:
         header = Corpus.open(path).header
@@ -49,7 +49,7 @@ def _corpus_row(name: str, folder: Path | None) -> dict[str, Any]:
 
 
 def corpus_stats(name: CorpusName, folder: CorpusFolder = None, json_to: JsonTo = None) -> None:
-    """Show what a corpus holds and which files it was made from."""
+    """Show the contents of a corpus and its source files."""
     place_of_json(json_to)
     path = corpora.find(name, folder)
     Corpus.open(path)
@@ -70,8 +70,8 @@ def corpus_remove(name: CorpusName, folder: CorpusFolder = None) -> None:
 
 
 def corpus_verify(name: CorpusName, folder: CorpusFolder = None) -> None:
-    """Read a whole corpus and compare it with its checksums."""
+    """Check a corpus against its checksums."""
     path = corpora.find(name, folder)
     with bar("bytes", corpora.size_of(path)) as update:
         done = verify(path, update)
-    say(f"{name} is undamaged: {sized(done)} read, every checksum holds")
+    say(f"{name} is intact: {sized(done)} read, all checksums match")

@@ -1,4 +1,4 @@
-"""`outrider corpus add`: a corpus of texts."""
+"""`outrider corpus add`: build a corpus of texts."""
 
 import shutil
 import time
@@ -19,25 +19,23 @@ def corpus_add(
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="Text, .jsonl with a `text` a row, or folders; not what is hidden or in .gitignore.",
+            help="Text, .jsonl with a `text` per row, or folders; hidden and gitignored files are skipped.",
             show_default=False,
         ),
     ],
     target: Annotated[
-        str, typer.Option(help="Whose tokenizer: `demo`, `smollm2`, a folder, or a Hugging Face id.")
+        str, typer.Option(help="Target whose tokenizer is used: `demo`, `smollm2`, a folder, or a Hugging Face id.")
     ] = "demo",
     folder: CorpusFolder = None,
-    skip_binary: Annotated[
-        bool, typer.Option("--skip-binary", help="Leave files out that are not UTF-8 text.")
-    ] = False,
+    skip_binary: Annotated[bool, typer.Option("--skip-binary", help="Skip files that are not UTF-8 text.")] = False,
 ) -> None:
-    """Make a corpus of texts, in the place of one of that name."""
+    """Build a corpus from texts; replaces one of the same name."""
     plan = corpus.planned(name, files, target, folder, skip_binary=skip_binary)
     free = shutil.disk_usage(plan.disk).free
     if plan.size_bytes > free:
         needs = f"{sized(plan.size_bytes)} for {counted(plan.tokens)} tokens, {plan.disk} has {sized(free)} left"
         raise DataError(f"corpus {name!r} needs about {needs}; name fewer files, or another --folder")
-    replaces = ", in the place of the one there is" if plan.path.exists() else ""
+    replaces = ", replaces the existing one" if plan.path.exists() else ""
     say(
         f"corpus    {name}: {len(plan.files)} files, {sized(plan.characters)}; about {counted(plan.tokens)} tokens, "
         f"{sized(plan.size_bytes)} on disk, {sized(plan.memory_bytes)} of memory, {plan.seconds:.0f} s{replaces}"
@@ -45,7 +43,7 @@ def corpus_add(
     if plan.ignored:
         say(f"          left out: {', '.join(f'{count} {reason}' for reason, count in sorted(plan.ignored.items()))}")
     began = time.perf_counter()
-    with bar("characters", plan.characters) as update, stopping(f"corpus {name} is as it was before"):
+    with bar("characters", plan.characters) as update, stopping(f"corpus {name} is unchanged"):
         on_stage = lambda stage, tokens: update(plan.characters, f"{stage} {counted(tokens)} tokens")
         header = corpus.build(plan, update, on_stage).header
     left_out = f", {len(plan.left_out)} files left out, not UTF-8 text" if plan.left_out else ""

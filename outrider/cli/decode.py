@@ -1,4 +1,4 @@
-"""`outrider decode`: one prompt, streamed, with drafted tokens marked."""
+"""`outrider decode`: stream the continuation of a prompt, with accepted draft tokens marked."""
 
 import sys
 import time
@@ -30,7 +30,7 @@ DRAFTED = "green underline"
 
 
 class Pace(NamedTuple):
-    """One generation."""
+    """Length and speed of a generation."""
 
     tokens: int
     steps: int
@@ -118,7 +118,7 @@ def _timed(pieces: Iterator[Piece], show: Callable[[Piece], None] = lambda piece
 
 
 def _show(piece: Piece, target: TransformersTarget, colour: bool) -> None:
-    """Print what one step added."""
+    """Print the text of one step."""
     if colour:
         drafted = target.decode(piece.tokens[: piece.drafted])
         at = len(drafted) if piece.text.startswith(drafted) else 0

@@ -1,4 +1,4 @@
-"""`outrider deploy`: the command with which an engine serves a draft, and the files that belong to it."""
+"""`outrider deploy`: the command that serves a draft in an engine, and deployment files."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from outrider.engines.commands import Command
 from outrider.engines.engine import Draft, Wish, engine_name, engine_of
 
 TargetOption = Annotated[
-    str | None, typer.Option("--target", help="Hub id, folder or GGUF file, if not as in training.")
+    str | None, typer.Option("--target", help="Target as hub id, folder or GGUF file, if not as in training.")
 ]
-KindOption = Annotated[
-    str | None, typer.Option("--kind", help="Kind of drafter, of a folder that comes from elsewhere.")
-]
-FormatOption = Annotated[str | None, typer.Option("--format", help="Format of a folder that comes from elsewhere.")]
+KindOption = Annotated[str | None, typer.Option("--kind", help="Drafter kind, if the folder does not name it.")]
+FormatOption = Annotated[str | None, typer.Option("--format", help="Format, if the folder does not name it.")]
 PythonOption = Annotated[
     str | None,
-    typer.Option("--python", metavar="PATH", help="Python of the engine's environment, to ask for its version."),
+    typer.Option("--python", metavar="PATH", help="Python of the engine's environment, to look up its version."),
 ]
-VersionOption = Annotated[str | None, typer.Option("--engine-version", help="Instead of asking.")]
+VersionOption = Annotated[
+    str | None, typer.Option("--engine-version", help="Version of the engine, instead of looking it up.")
+]
 ParallelOption = Annotated[int, typer.Option("--tensor-parallel", help="GPUs that share the target.")]
 
 
@@ -39,30 +39,34 @@ def deploy(
         typer.Option("--to", metavar="ENGINE", help="vllm, sglang, trtllm, llama.cpp, transformers or triton."),
     ],
     target: TargetOption = None,
-    tokens: Annotated[int | None, typer.Option(help="Drafted a step; the draft's own number.  0: none.")] = None,
-    width: Annotated[int, typer.Option(help="Children of each node of a tree; 1 is a chain.")] = 1,
-    cutoff: Annotated[float | None, typer.Option(help="Stop before a token that the draft gives less.")] = None,
-    schedule: Annotated[Path | None, typer.Option(metavar="FILE", help="Tokens by load: tune.json.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Draft tokens per step; 0 disables drafting.  Default: the draft's own.")
+    ] = None,
+    width: Annotated[int, typer.Option(help="Children per tree node; 1 is a chain.")] = 1,
+    cutoff: Annotated[
+        float | None, typer.Option(help="Stop the draft before a token with a lower probability.")
+    ] = None,
+    schedule: Annotated[Path | None, typer.Option(metavar="FILE", help="Draft length by load: tune.json.")] = None,
     tensor_parallel: ParallelOption = 1,
-    port: Annotated[int | None, typer.Option(help="The engine's usual one.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; the engine's default unless given.")] = None,
     kind: KindOption = None,
     format: FormatOption = None,
     python: PythonOption = None,
     engine_version: VersionOption = None,
-    only_print: Annotated[
-        bool, typer.Option("--print", help="The command and nothing else on standard output.")
-    ] = False,
+    only_print: Annotated[bool, typer.Option("--print", help="Print only the command.")] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Gets the command, Kubernetes, compose and a dashboard.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write the command, Kubernetes and compose files, and a dashboard here."),
     ] = None,
-    name: Annotated[str, typer.Option(help="Of what is made for --out.")] = "outrider",
+    name: Annotated[str, typer.Option(help="Name of the deployment, for --out.")] = "outrider",
     image: Annotated[str | None, typer.Option(help="Container image, for --out.")] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=0, help="Of a container, for --out; --tensor-parallel's.  0: a machine without.")
+        int | None,
+        typer.Option(min=0, help="GPUs of a container, for --out; as --tensor-parallel unless given.  0: CPU only."),
     ] = None,
     json_to: JsonTo = None,
 ) -> None:
-    """Print the command with which an engine serves a draft, and write what a deployment needs."""
+    """Print the command that serves a draft in an engine, and write deployment files."""
     quiet()
     place_of_json(json_to)
     to, deployed = engine_name(to), commands.draft_of(draft, target, kind, format)
@@ -85,7 +89,7 @@ def deploy(
 def _say(draft: Draft, command: Command, only_print: bool) -> None:
     if not only_print:
         what = draft.kind if draft.folder is None else f"{draft.kind} in {draft.place} ({draft.format})"
-        assumed = ", not asked for: the flags are of this version" if command.is_assumed else ""
+        assumed = " (assumed version)" if command.is_assumed else ""
         title = f"{engine_of(command.engine).title} {command.version.removeprefix('vLLM ')}{assumed}"
         say(f"deploy    {what} for {draft.target}, with {title}")
         for note in command.notes:
@@ -93,7 +97,7 @@ def _say(draft: Draft, command: Command, only_print: bool) -> None:
         if command.before is not None:
             say("          first:")
             print(command.before, file=console.out.file)
-    # as it is, so that it can be pasted
+    # unwrapped, so that it can be pasted
     print(command.shell, file=console.out.file)
     if command.engine == "transformers" and not only_print:
         print("\n".join(f"# {name}\n{text}" for name, text in command.files.items()), file=console.out.file)

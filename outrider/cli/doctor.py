@@ -1,4 +1,4 @@
-"""`outrider doctor`: what this machine can do."""
+"""`outrider doctor`: what this machine supports."""
 
 import os
 import platform
@@ -22,9 +22,9 @@ from outrider.runs.provenance import version_of
 
 def doctor(
     json_to: JsonTo = None,
-    again: Annotated[bool, typer.Option("--again", help="Time this machine's products again.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Repeat the timing of matrix products.")] = False,
 ) -> None:
-    """Show what this machine can do, how fast it multiplies, and what to install for more."""
+    """Show what this machine supports, how fast it multiplies, and what else can be installed."""
     if again:
         machine.forget()
     checks = examine()
@@ -35,7 +35,7 @@ def doctor(
 
 
 def _speed_table() -> console.PlainTable:
-    """Time of matrix products here, by number type and rows, and in training."""
+    """Time of matrix products, by number type and rows, and in training."""
     measured = machine.matmul_times().ms
     columns = [*map(str, machine.ROWS), machine.TRAINING]
     heads = [*(f"{rows} row{'s' * (rows != 1)}" for rows in machine.ROWS), machine.TRAINING]
@@ -47,7 +47,7 @@ def _speed_table() -> console.PlainTable:
 
 
 def examine() -> list[dict[str, Any]]:
-    """What this machine has: [{what, found, ok, advice}]."""
+    """Checks of this machine: [{what, found, ok, advice}]."""
     checks: list[dict[str, Any]] = []
 
     def add(what: str, value: object, ok: bool = True, advice: str = "") -> None:
@@ -66,7 +66,7 @@ def examine() -> list[dict[str, Any]]:
         decoding = str(machine.decoding_dtype(torch.bfloat16)).removeprefix("torch.")
         add("a bfloat16 target", f"dtype=auto multiplies in {decoding}")
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    why = "install g++ for compiled steps, which take about half the time of plain ones on a CPU; all else runs without"
+    why = "install g++ for compiled steps, which take about half the time of plain ones on a CPU; it is optional"
     add("compiler", compiler or "none", compiler is not None, why)
     is_whole = "whole, where requests allow it" if cuda or runner.is_on_disk() else "of several calls"
     add("steps", is_whole if cuda else f"{is_whole}; `outrider compile --whole` builds packages of whole ones")

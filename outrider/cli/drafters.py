@@ -1,4 +1,4 @@
-"""`outrider drafters`: the drafters there are, and the settings of one."""
+"""`outrider drafters`: list drafters, or the settings of one."""
 
 from typing import Annotated, Any
 
@@ -23,8 +23,8 @@ CORE, LAB = "core", "lab"
 
 
 def drafters(kind: Kind = None, json_to: JsonTo = None) -> None:
-    """List the drafters there are: the core's, those of the lab, which may change in any version, and other
-    distributions'; with KIND, every setting of that one."""
+    """List drafters: those of the core, of the lab, which may change in any version, and of other distributions.  With
+    KIND, list its settings."""
     if kind is not None:
         _print_settings(kind, json_to)
         return
@@ -48,7 +48,7 @@ def _print_settings(kind: str, json_to: str | None) -> None:
 
 
 def about(kind: str) -> dict[str, Any]:
-    """The docstring of a drafter's file, or why the drafter can't be used."""
+    """Summary of a drafter from its docstring, or why it can't be imported."""
     package, *rest = kinds()[kind].split(".")
     of = package if package != "outrider" else LAB if LAB in rest else CORE
     try:

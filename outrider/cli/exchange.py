@@ -1,4 +1,4 @@
-"""`outrider export`, `outrider import`, `outrider formats`: drafters in the formats of others."""
+"""`outrider export`, `outrider import`, `outrider formats`: drafters in other formats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from outrider.targets.load import load_target
 from outrider.targets.sketch import sketch
 
 TargetOption = Annotated[
-    str | None, typer.Option("--target", help="Where the target is, if not where it was in training.")
+    str | None, typer.Option("--target", help="Location of the target, if it moved since training.")
 ]
 Folder = Annotated[
     str,
@@ -49,14 +49,14 @@ def export(
     target: TargetOption = None,
     precision: Annotated[
         str | None,
-        typer.Option("--precision", help="Type of number, where the format has a choice (gguf: f32, f16, bf16, q8_0)."),
+        typer.Option("--precision", help="Number type, if the format has a choice (gguf: f32, f16, bf16, q8_0)."),
     ] = None,
     json_to: JsonTo = None,
 ) -> None:
-    """Write a drafter for an engine or in another's format, read it back and compare every weight.
+    """Export a drafter for an engine or in another format, read it back and compare every weight.
 
-    With --to gguf a target too: `demo`, or the folder or Hugging Face id of a Qwen3 or Llama, in the precision that it
-    is stored in; a GGUF file is passed on as it is.
+    --to gguf also exports a target: `demo`, or the folder or Hugging Face id of a Qwen3 or Llama, in its stored
+    precision; a GGUF file is copied unchanged.
     """
     quiet()
     place_of_json(json_to)
@@ -88,7 +88,7 @@ def export(
 
 
 def is_target(name: str) -> bool:
-    """Whether a name is a target's: `demo`, or a plain language model that does not say which target it drafts for."""
+    """Whether a name is a target: `demo`, or a language model that names no target to draft for."""
     if name in catalog.NAMES and not Path(name).exists():
         return True
     if (files := locate(name)) is not None:
@@ -99,14 +99,16 @@ def is_target(name: str) -> bool:
 
 def _export_target(name: str, to: str, out: Path, precision: str | None, json_to: JsonTo) -> None:
     if engine_name(to) != "llamacpp":
-        raise ConfigError(f"{name} is a target, which {to} reads as it is; to draft with it, name its target: --target")
+        raise ConfigError(
+            f"{name} is a target, which {to} reads unchanged; to draft with it, name its target: --target"
+        )
     files = locate(catalog.checkpoint(name))
     if files is not None:
         if precision is not None:
-            raise ConfigError(f"{name} is a GGUF file, which is passed on as it is; leave out --precision {precision}")
-        folder, how = pass_on(name, files, out), "as it is"
+            raise ConfigError(f"{name} is a GGUF file, which is copied unchanged; leave out --precision {precision}")
+        folder, how = pass_on(name, files, out), "copied unchanged"
     else:
-        # a CPU loads it in float32, of which half would be zeros in the file
+        # a CPU loads bfloat16 as float32, which would double the file for nothing
         stored = precision or DEFAULT.get(sketch(name).spec.dtype)
         folder = export_target(load_target(name, compile=False), out, stored)
         how = "every weight reads back equal" + (f", rounded to {precision}" if precision else "")
@@ -124,12 +126,12 @@ def import_(
     target: Annotated[
         str, typer.Option("--target", help="The target it drafts for: `demo`, `smollm2`, a folder, or a hub id.")
     ],
-    format: Annotated[str | None, typer.Option("--format", help="Unless given, found by its config.json.")] = None,
-    kind: Annotated[
-        str | None, typer.Option("--kind", help="Kind of drafter, where config.json does not name it.")
+    format: Annotated[
+        str | None, typer.Option("--format", help="Format; detected from config.json unless given.")
     ] = None,
+    kind: Annotated[str | None, typer.Option("--kind", help="Drafter kind, if config.json does not name it.")] = None,
 ) -> None:
-    """Make a checkpoint of a draft model in another's format; nothing in it is executed."""
+    """Convert a published draft model to a checkpoint; none of its code is run."""
     quiet()
     model = reading.import_folder(find_folder(folder), out, load_target(target, compile=False), format, kind)
     size = counted(sum(weight.numel() for weight in model.parameters()))
@@ -137,7 +139,7 @@ def import_(
 
 
 def formats(json_to: JsonTo = None) -> None:
-    """List which drafters can be written and read in which format, which engines read them, and the engines' names."""
+    """List the formats for export and import by drafter kind, the engines that read them, and engine names."""
     quiet()
     place_of_json(json_to)
     rows, shown = names.rows(), table("format", "method", "export", "import", "engines", "layer numbers")

@@ -1,5 +1,4 @@
-"""`outrider gate`: may this draft ship?  Compares two reports; gives a table, an exit code, and files for a CI
-server."""
+"""`outrider gate`: decide from two reports whether a drafter may ship; prints a table and sets an exit code for CI."""
 
 from __future__ import annotations
 
@@ -20,31 +19,31 @@ from outrider.report.schema import Report, write_whole
 
 
 def gate(
-    candidate: Annotated[Path, typer.Argument(help="report.json of what may ship, or its folder.", show_default=False)],
-    baseline: Annotated[Path, typer.Option(help="report.json of what ships now, or its folder.", show_default=False)],
-    policy: Annotated[Path | None, typer.Option(help="What is tolerated (YAML); without, the built-in policy.")] = None,
+    candidate: Annotated[Path, typer.Argument(help="report.json of the candidate, or its folder.", show_default=False)],
+    baseline: Annotated[
+        Path, typer.Option(help="report.json of the current drafter, or its folder.", show_default=False)
+    ],
+    policy: Annotated[Path | None, typer.Option(help="Tolerances (YAML); the built-in policy unless given.")] = None,
     aa: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="A.json,B.json", help="Reports of the same draft, to learn noise from; may be given again."
-        ),
+        typer.Option(metavar="A.json,B.json", help="Reports of the same drafter, to estimate noise; can be repeated."),
     ] = None,
     allow_other_machine: Annotated[
-        bool, typer.Option("--allow-other-machine", help="Compare across machines; times are left out.")
+        bool, typer.Option("--allow-other-machine", help="Compare across machines, without times.")
     ] = False,
     junit: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write JUnit XML, a case for every rule.")
+        Path | None, typer.Option(metavar="FILE", help="Also write JUnit XML, with a case per rule.")
     ] = None,
     markdown: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write Markdown for a pull request.")
     ] = None,
     json_to: JsonTo = None,
 ) -> None:
-    """May this draft ship?  Compare its report with a baseline's.
+    """Decide whether a drafter may ship, by comparing its report with a baseline.
 
-    Exit code 0: yes, 1: no, 2: the reports can't be compared, 3: there are too few prompts to tell.
+    Exit code 0: yes, 1: no, 2: the reports can't be compared, 3: too few prompts to tell.
     """
-    # 1 is for a draft that must not ship: what can't be judged or written is code 2
+    # 1 means that the drafter must not ship, so all other errors are code 2
     try:
         place_of_json(json_to)
         for place in (junit, markdown):
@@ -74,7 +73,7 @@ def gate(
 
 
 def _say(outcome: GateOutcome) -> None:
-    """Table, notes, and the decision last, where a reader looks."""
+    """Print the table, notes, and the decision last."""
     console.show(outcome.table())
     for note in outcome.notes:
         console.say(note)

@@ -1,11 +1,11 @@
-"""`outrider init`: a run file to begin with."""
+"""`outrider init`: create a run file."""
 
 import itertools
 import math
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 import yaml
@@ -13,6 +13,7 @@ import yaml
 from outrider import config as configs
 from outrider import machine
 from outrider.cli.console import say
+from outrider.config import to_yaml
 from outrider.data.answers.dialogue import Dialogue, hash_conversations
 from outrider.data.config import BUILT_IN
 from outrider.data.config import Config as Prepare
@@ -31,7 +32,7 @@ from outrider.targets.sketch import sketch
 FILE = """\
 # outrider run {file}                  all stages; or `outrider prepare`, `train`, `evaluate` one by one
 # outrider run {file} --dry-run        checks everything and prints counts and sizes
-# outrider show {file}                 every setting there is, with its value and origin
+# outrider show {file}                 all settings with their values and origins
 target: {target}
 drafter:
   kind: {kind}  # `outrider drafters` lists the others
@@ -39,10 +40,10 @@ drafter:
 TRAINED = """\
 prepare:  # the target answers the prompts
   conversations: {data}
-  {count}  # fewer prompts take less time; all are used unless this is given
+  {count}  # number of prompts; default: all
   max_new_tokens: 512  # longest answer
-  length: 4096  # longest text, prompt and answer; what is beyond is cut off
-  slots: 16  # answers written at the same time; more need more memory
+  length: 4096  # longest text, prompt plus answer; longer ones are cut
+  slots: 16  # concurrent answers; more need more memory
 train:
   epochs: 10  # passes over the answers; or `steps: 5000`
   batch: 8  # texts per step
@@ -50,10 +51,10 @@ train:
 """
 MEASURED = """\
 evaluate:
-  tasks: {tasks}  # prompts that are not in the data above: FILE.jsonl, or names of `outrider tasks`
+  tasks: {tasks}  # prompts that are not in the training data: FILE.jsonl, or names of `outrider tasks`
   prompts: 24  # of each task
   max_new_tokens: 96
-  policy: auto  # drafts as much as pays, as decode and serve do; fixed drafts all
+  policy: auto  # drafts as much as pays, as in decode and serve; fixed: the full draft
   baselines: {baselines}  # measured in the same run
 """
 BUDGETED = """\
@@ -61,11 +62,11 @@ prepare:  # the target answers the prompts
   conversations: {data}
   count: {count}
   max_new_tokens: {answer}  # longest answer
-  length: {length}  # longest text, prompt and answer; what is beyond is cut off
+  length: {length}  # longest text, prompt plus answer; longer ones are cut
   temperature: 0.7
   top_p: 1.0
   top_k: 0
-  slots: 32  # answers written at the same time
+  slots: 32  # concurrent answers
 train: {{steps: {steps}, batch: 8, lr: 8e-3, optimizer: muon, loss: {{kl: 1.0}}, calibrate: 0, log_every: 20,
         save_every: 100}}
 evaluate:
@@ -73,12 +74,12 @@ evaluate:
   prompts: {prompts}  # of each task
   max_new_tokens: 96
   temperatures: [0.0, 0.7]
-  policy: auto  # drafts as much as pays, as decode and serve do; fixed drafts all
+  policy: auto  # drafts as much as pays, as in decode and serve; fixed: the full draft
   baselines: {baselines}  # measured in the same run
 usual_minutes: {minutes}  # planned on this machine
 """
 MOST, LENGTH = 4096, 384
-"""Prompts that a planned run answers at most, and its longest text."""
+"""Maximum number of prompts and maximum text length of a planned run."""
 
 
 def init(
@@ -96,16 +97,16 @@ def init(
     ] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(help="Plan the run for so many minutes: sizes, answers, steps and prompts by measured rates."),
+        typer.Option(help="Size the run to take this long, by measured rates."),
     ] = None,
 ) -> None:
-    """Write a run file, by flags, or by asking for those that are missing; an existing file is never overwritten.
+    """Create a run file from options; missing ones are asked for.  Existing files are never overwritten.
 
-    With --minutes the target is loaded, its steps and the drafter's are timed, and the file has what fits.
+    With --minutes, the target is loaded, steps are timed, and the run is sized to fit.
     """
     began = time.monotonic()
     if minutes is not None and not 0 < minutes < math.inf:
-        raise ConfigError(f"--minutes is {minutes:g}; give the minutes that the whole run may take, such as 15")
+        raise ConfigError(f"--minutes is {minutes:g}; give the time limit of the whole run in minutes, such as 15")
     target = target or _ask("target", "Target (folder, Hugging Face id, smollm2 or demo)", "demo")
     kind = kind or ("dspark" if minutes is not None else _ask("kind", "Drafter", "dspark"))
     trains = trained(kind) is not None
@@ -118,16 +119,17 @@ def init(
     if target not in NAMES and (problem := missing_path(target)) is not None:
         raise ConfigError(f"--target: {problem}; give a folder, a Hugging Face id, or {' or '.join(NAMES)}")
     if data is not None and (data.startswith(BUILT_IN) or missing_path(data) is not None or Path(data).exists()):
-        next(read(Prepare(conversations=data, count=1)))  # says what is wrong with its first row
+        next(read(Prepare(conversations=data, count=1)))  # raises for an invalid first row
     if tasks is None:
         tasks = "stdlib" if minutes is None or target == "demo" else ",".join(INSTRUCTIONS)
     names = [task.strip() for task in tasks.split(",")]
     values = {
-        "file": str(place), "target": _plain(target), "kind": kind, "data": _plain(data or ""), "tasks": _plain(names)
+        "file": str(place), "target": to_yaml(target), "kind": kind, "data": to_yaml(data or ""),
+        "tasks": to_yaml(names),
     }  # fmt: skip
     if minutes is None:
         count = "count: 512" if data is not None and data.startswith(BUILT_IN) else "# count: 1000"
-        values |= {"count": count, "baselines": _plain([] if kind == "ngram" else ["ngram"])}
+        values |= {"count": count, "baselines": to_yaml([] if kind == "ngram" else ["ngram"])}
         text = (FILE + (TRAINED if trains else "") + MEASURED).format(**values)
     elif trains:
         text = _budgeted(place, values, minutes, began)
@@ -138,20 +140,20 @@ def init(
 
 
 def _budgeted(place: Path, values: dict[str, str], minutes: float, began: float) -> str:
-    """The run file of what fits into these minutes, those since `began` included."""
+    """A run file sized for these minutes, including the time since `began`."""
     on_paper = sketch(yaml.safe_load(values["target"]))
     budget.refuse_too_large(on_paper)
     length = min(LENGTH, on_paper.spec.context or LENGTH)
     mixture = {"kind": "mix", "members": [f"runs/{place.stem}/checkpoint", "suffix"], "nodes": 6}
     values |= {
-        "baselines": _plain(["ngram", "suffix", mixture]), "length": str(length), "answer": str(7 * length // 12)
+        "baselines": to_yaml(["ngram", "suffix", mixture]), "length": str(length), "answer": str(7 * length // 12)
     }  # fmt: skip
     draft = yaml.safe_load((FILE + BUDGETED).format(**values, count=MOST, steps=1, prompts=1, minutes="{}"))
     draft |= {"name": place.stem, "target": {"name": draft["target"]}}
     draft["drafter"] |= budget.sizes(draft["drafter"]["kind"], on_paper.spec.vocabulary)
     settings = configs.build(RunConfig, draft)
     inputs = check(settings, ["prepare"])
-    say("loading the target; its steps and the drafter's are timed")
+    say("loading the target; timing its steps and the drafter's")
     machine.set_up_process()
     target = load_target(settings.target.name, **settings.target.load_options())
     prompts = []
@@ -164,10 +166,14 @@ def _budgeted(place: Path, values: dict[str, str], minutes: float, began: float)
     planned = budget.planned(settings, rates, 60 * minutes - (time.monotonic() - began), there)
     longer = budget.planned(settings, rates, 4 * 60 * minutes, there)
     say(f"{here} on {machine.describe(target.device)}: {planned.line}\n{4 * minutes:g} minutes would be {longer.line}")
-    sizes = "".join(f"\n  {key}: {_plain(value)}" for key, value in draft["drafter"].items() if key != "kind")
+    sizes = "".join(f"\n  {key}: {to_yaml(value)}" for key, value in draft["drafter"].items() if key != "kind")
     stage_minutes = {stage: round(value, 2) for stage, value in planned.minutes.items()}
     file = (FILE.rstrip() + sizes + "\n" + BUDGETED).format(
-        **values, count=planned.answers, steps=planned.steps, prompts=planned.prompts, minutes=_plain(stage_minutes)
+        **values,
+        count=planned.answers,
+        steps=planned.steps,
+        prompts=planned.prompts,
+        minutes=to_yaml(stage_minutes),
     )
     return f"# {here} on {machine.describe(target.device)}: {planned.line}\n{file}"
 
@@ -177,11 +183,6 @@ def _ask(flag: str, question: str, default: str) -> str:
         raise ConfigError(f"--{flag} is missing; give it, or run `outrider init` in a terminal, which asks")
     answer: str = typer.prompt(question, default=default)
     return answer
-
-
-def _plain(value: Any) -> str:
-    """A value as YAML on one line."""
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
 
 
 def _write(place: Path, text: str) -> None:

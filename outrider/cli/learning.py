@@ -1,4 +1,4 @@
-"""`outrider learning log` and `undo`: what a drafter that learns while it serves has done, and the way back."""
+"""`outrider learning log` and `undo`: history and rollback of a drafter that learns while it serves."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ LearnedFolder = Annotated[
 
 
 def learning_log(folder: LearnedFolder, json_to: JsonTo = None) -> None:
-    """Print what was trained, compared, served, refused and rolled back, the oldest first."""
+    """Show training runs, comparisons, updates and rollbacks, oldest first."""
     place_of_json(json_to)
     learned = Folder(folder)
     events, version = learned.events(), learned.state().version
@@ -24,7 +24,7 @@ def learning_log(folder: LearnedFolder, json_to: JsonTo = None) -> None:
     for event in events:
         table.add_row(event["time"], str(event.get("version", "")), event["event"], _figures(event))
     last = f"version {version} is served; the checkpoint is {learned.current}"
-    present(json_to, {"version": version, "events": events}, table if events else "nothing has been done yet", last)
+    present(json_to, {"version": version, "events": events}, table if events else "nothing was trained yet", last)
 
 
 def learning_undo(
@@ -34,13 +34,13 @@ def learning_undo(
         typer.Option(
             min=0,
             show_default=False,
-            help="Version to go back to, 0 for the drafter as it was given; the one before unless given.",
+            help="Version to go back to; 0 is the original drafter.  Default: the previous one.",
         ),
     ] = None,
 ) -> None:
-    """Go back to an earlier version of the drafter; a running server takes it within seconds."""
+    """Go back to an earlier version of the drafter; a running server loads it within seconds."""
     before, now = Folder(folder).undo(to)
-    say(f"version {now} is served instead of {before}; versions that came after it are not taken again")
+    say(f"version {now} is served instead of {before}; later versions are not used again")
 
 
 def _figures(event: dict[str, Any]) -> str:

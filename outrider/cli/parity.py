@@ -1,5 +1,4 @@
-"""`outrider parity` and `outrider lm-eval`: are the answers the same with a drafter, text by text and score by
-score?"""
+"""`outrider parity` and `outrider lm-eval`: check that a drafter changes neither texts nor benchmark scores."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import typer
 from outrider.checkpoint import checksum
 from outrider.cli import console
 from outrider.cli.console import bar, counted, place_of_json, say, write_json
-from outrider.cli.options import JsonTo, Overrides
+from outrider.cli.options import Chat, DrafterSettings, JsonTo, Overrides, TargetName
 from outrider.config import override
 from outrider.decoding.protocols import Drafter
 from outrider.errors import ConfigError
@@ -35,8 +34,7 @@ if TYPE_CHECKING:
     from outrider.gate.harness import TaskRun
 
 LONGEST = 64
-"""Longest prompt that is sampled from, in tokens: a distribution can be tested anywhere, and short texts are read
-fast."""
+"""Longest prompt for sampling, in tokens: any prompt will do for a test of distributions, and short ones are fast."""
 STYLES = {
     "equal": "green",
     "equivalent": "green",
@@ -45,37 +43,33 @@ STYLES = {
     "not enough prompts": "yellow",
 }
 
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="A setting of the drafter, key=value; may be given several times.")
-]
-
 
 @console.restarted("comparison")
 def parity(
     file: Annotated[Path | None, typer.Argument(help="Run file (YAML); or use --target and --drafter.")] = None,
     overrides: Overrides = None,
     target: Annotated[str | None, typer.Option(help="`demo`, `smollm2`, a folder, or a Hugging Face id.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="Kind, or checkpoint folder.")] = None,
-    settings: Settings = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the target: bfloat16 and so on.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Drafter kind or checkpoint folder.")] = None,
+    settings: DrafterSettings = None,
+    dtype: Annotated[str | None, typer.Option(help="Number type of the target, such as bfloat16.")] = None,
     prompts: Annotated[str, typer.Option(help="`stdlib`, a task, or a file of prompts.")] = "stdlib",
     count: Annotated[int, typer.Option(min=1, help="Prompts continued greedily.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="Above 0, sampled texts are tested too.")] = 0.0,
-    samples: Annotated[int, typer.Option(min=1, help="Texts drawn of each prompt, with and without.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="Above 0, also test sampled texts.")] = 0.0,
+    samples: Annotated[int, typer.Option(min=1, help="Texts sampled per prompt, with and without the drafter.")] = 200,
     sampled_prompts: Annotated[int, typer.Option(min=1)] = 2,
     sampled_tokens: Annotated[int, typer.Option(min=1, help="Length of a sampled text.")] = 12,
-    alpha: Annotated[float, typer.Option(min=1e-6, max=0.5, help="Chance of a false alarm.")] = 0.01,
-    slots: Annotated[int, typer.Option(min=1, help="Prompts side by side.")] = 8,
+    alpha: Annotated[float, typer.Option(min=1e-6, max=0.5, help="Probability of a false alarm.")] = 0.01,
+    slots: Annotated[int, typer.Option(min=1, help="Concurrent prompts.")] = 8,
     seed: int = 0,
     texts: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="Compare two files of answers instead (JSONL); give it twice."),
+        typer.Option(metavar="FILE", help="Compare two files of answers (JSONL) instead; give it twice."),
     ] = None,
     json_to: JsonTo = None,
 ) -> None:
-    """Are the answers the same?  Exit code 1 where a difference is not rounding: a fault, another distribution, another
-    text."""
+    """Check that a drafter does not change the output.  Exit code 1 if a difference is more than rounding: a bug, a
+    different distribution, or a different text."""
     place_of_json(json_to)
     if texts:
         _texts(texts, json_to)
@@ -98,7 +92,7 @@ def parity(
     ids, read = prompts_of(loaded, prompts, max(count, sampled_prompts if temperature else 1), max_new_tokens, seed)
     say(
         f"parity    {name} against plain: {len(read[:count])} prompts of {prompts}, greedy; at most "
-        f"{counted(2 * len(read[:count]) * max_new_tokens)} tokens to write"
+        f"{counted(2 * len(read[:count]) * max_new_tokens)} tokens to generate"
     )
     with bar("texts", 2 * len(read[:count])) as update:
         greedy = compare(
@@ -113,7 +107,7 @@ def parity(
         short = [tokens[-LONGEST:] for tokens in read[:sampled_prompts]]
         say(
             f"sampled   {samples} texts of each of {len(short)} prompts at temperature {temperature:g}, with and "
-            f"without; {counted(2 * samples * len(short) * sampled_tokens)} tokens to write"
+            f"without; {counted(2 * samples * len(short) * sampled_tokens)} tokens to generate"
         )
         with bar("texts", 2 * samples * len(short)) as update:
             drawn = compare_samples(
@@ -129,7 +123,7 @@ def parity(
 
 
 def _of_run_file(file: Path, overrides: list[str] | None) -> tuple[TransformersTarget, Drafter, str, str | None]:
-    """The run's target, its drafter (the trained one where it trains one), its name and its weights' checksum."""
+    """The run's target, its (trained) drafter, the drafter's name, and its weights' checksum."""
     run, _ = load(file, overrides or [])
     loaded = target_of(run, Reporter())
     kind, settings = parted(run.drafter)
@@ -188,7 +182,7 @@ def _say_verdict(verdict: str) -> None:
 
 
 def _texts(paths: list[Path], json_to: str | None) -> None:
-    """Compare two files of answers.  Exit code 1 where they differ."""
+    """Compare two files of answers.  Exit code 1 if they differ."""
     if len(paths) != 2:
         raise ConfigError(f"--texts must be given 2 times, once for each file of answers, got {len(paths)}")
     comparison = compare_texts(*paths)
@@ -199,7 +193,7 @@ def _texts(paths: list[Path], json_to: str | None) -> None:
     if comparison.equal < len(comparison.pairs):
         console.show(table)
     equal = f"{comparison.equal} of {len(comparison.pairs)} texts equal"
-    say(f"          {equal}; tokens are unknown here, so a tie can't be told from a fault")
+    say(f"          {equal}; without tokens, a rounding tie can't be told from a bug")
     _say_verdict(comparison.verdict)
     write_json(json_to, comparison.as_json())
     if comparison.verdict == "different":
@@ -212,26 +206,26 @@ def _texts(paths: list[Path], json_to: str | None) -> None:
 @console.restarted("evaluation")
 def lm_eval(
     tasks: Annotated[str, typer.Argument(metavar="TASK[,TASK]", help="Tasks of lm-eval, or of --include-path.")],
-    target: Annotated[str, typer.Option(help="`demo`, `smollm2`, a folder, or a Hugging Face id.")] = "demo",
-    drafter: Annotated[str, typer.Option(help="Kind, or checkpoint folder.")] = "ngram",
-    settings: Settings = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the target: bfloat16 and so on.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each task; all of them unless given.")] = None,
+    target: TargetName = "demo",
+    drafter: Annotated[str, typer.Option(help="Drafter kind or checkpoint folder.")] = "ngram",
+    settings: DrafterSettings = None,
+    dtype: Annotated[str | None, typer.Option(help="Number type of the target, such as bfloat16.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts per task; all unless given.")] = None,
     include_path: Annotated[
         str | None,
-        typer.Option("--include-path", metavar="FOLDER", help="Tasks of yours; Python that they name is run."),
+        typer.Option("--include-path", metavar="FOLDER", help="Folder with your own tasks; their Python code is run."),
     ] = None,
-    slots: Annotated[int, typer.Option(min=1, help="Prompts side by side.")] = 1,
-    chat: Annotated[bool, typer.Option("--chat", help="Put prompts through the chat template.")] = False,
+    slots: Annotated[int, typer.Option(min=1, help="Concurrent prompts.")] = 1,
+    chat: Chat = False,
     margin: Annotated[
-        float, typer.Option(min=1e-6, help="Difference of scores that does not matter; 0.01 is a point.")
+        float, typer.Option(min=1e-6, help="Score difference that is considered equal; 0.01 is one point.")
     ] = 0.01,
-    max_gen_toks: Annotated[int, typer.Option(min=1, help="Longest answer of tasks that say none.")] = 256,
+    max_gen_toks: Annotated[int, typer.Option(min=1, help="Longest answer of tasks without a limit.")] = 256,
     json_to: JsonTo = None,
 ) -> None:
-    """Score tasks of lm-evaluation-harness without and with a drafter.  Exit code 1 where greedy answers or scores
+    """Score tasks of lm-evaluation-harness without and with a drafter.  Exit code 1 if greedy answers or scores
     differ."""
-    # read once, when lm-eval loads it; its bars and ours would write over each other
+    # lm-eval reads it when imported; its progress bars would overwrite ours
     os.environ.setdefault("TQDM_DISABLE", "1")
     place_of_json(json_to)
     try:
@@ -283,13 +277,13 @@ def _say_runs(runs: list[TaskRun], margin: float) -> None:
             say(f"          {run.task}: {sentence(run.cut)}")
         if not run.holds and not run.is_sampled:
             say(
-                f"          {run.task}: {run.answers - run.equal} of {run.answers} greedy answers differ, and none "
-                "may; `outrider parity` tells a rounding tie from a fault",
+                f"          {run.task}: {run.answers - run.equal} of {run.answers} greedy answers differ, but "
+                "none should; `outrider parity` tells a rounding tie from a bug",
                 "red",
             )  # fmt: skip
         needed = max((score.equivalence.needed for score in run.scores if score.equivalence), default=0)
         if run.verdict == "not enough prompts":
             say(
-                f"          {run.task}: {run.prompts} prompts can't show scores within {margin:g}; about {needed:,} "
-                "could"
+                f"          {run.task}: {run.prompts} prompts are too few to show equal scores within {margin:g}; "
+                f"it takes about {needed:,}"
             )

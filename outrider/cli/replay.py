@@ -1,4 +1,4 @@
-"""`outrider replay`: recorded traffic, sent again to one server or to several."""
+"""`outrider replay`: replay recorded traffic to one or several servers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def replay(
     skip_bad: SkipBad = False,
     json_to: JsonTo = None,
 ) -> None:
-    """Send recorded traffic to one server or several, and time the answers."""
+    """Replay recorded traffic to one or several servers, and time the answers."""
     place_of_json(json_to)
     urls = [url.strip() for url in (against or "").split(",") if url.strip()]
     plan = dataclasses.replace(plan, slo=limits(slo))
@@ -82,7 +82,7 @@ def replay(
 def _send(
     trace: Trace, urls: list[str], plan: Plan, out: Path | None, over: bool, key: str | None, json_to: str | None
 ) -> None:  # fmt: skip
-    """Send the calls, print the results, and write them where asked."""
+    """Send the calls, then print and store the results."""
     total, seconds = plan.count(trace), plan.seconds(trace)
     about = "" if seconds is None else f", about {seconds:.0f} s"
     _say(f"{total} calls by {plan.mode}, to {' and '.join(address_of(url).shown for url in urls)}{about}")
@@ -100,11 +100,11 @@ def _send(
 
 
 SAVING = {"log", "format", "calls", "over", "save", "redact", "skip_bad"}
-"""Options that have an effect where nothing is sent."""
+"""Options that have an effect if nothing is sent."""
 
 
 def _refuse_idle(context: typer.Context) -> None:
-    """ConfigError where an option was given that has no effect with --save alone."""
+    """ConfigError for options that have no effect with --save alone."""
     is_given = lambda name: getattr(context.get_parameter_source(name or ""), "name", None) == "COMMANDLINE"
     idle = [option.opts[0] for option in context.command.params if option.name not in SAVING and is_given(option.name)]
     if idle:
@@ -126,14 +126,14 @@ def _describe(trace: Trace) -> None:
     for reason, count in trace.left_out.items():
         _say(f"{count} rows left out: {reason}")
     if trace.num_synthetic:
-        _say(f"{trace.num_synthetic} calls have synthetic text of the log's lengths: acceptance means nothing")
+        _say(f"{trace.num_synthetic} calls have synthetic text of the log's lengths, so acceptance is meaningless")
 
 
 # ── the report ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def report(result: ReplayResult) -> None:
-    """One table: a column for each server, and the ratios to the first."""
+    """Print one table: a column per server, and ratios to the first."""
     names = ["first", "second", "third", *(f"{place}th" for place in range(4, len(result.endpoints) + 1))]
     names = names[: len(result.endpoints)] if result.comparisons else ["server"]
     for name, endpoint in zip(names, result.endpoints, strict=True):
@@ -162,7 +162,7 @@ def report(result: ReplayResult) -> None:
 
 
 def rows(result: ReplayResult) -> list[list[str]]:
-    """A title and a cell for every server; after means, the ratios to the first server's."""
+    """Title and a cell per server; rows of means also have the ratios to the first server."""
     endpoints = result.endpoints
     rows = [
         ["calls sent", *(str(one.sent) for one in endpoints)],

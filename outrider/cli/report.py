@@ -1,4 +1,4 @@
-"""The verb `report`: a page again from its report.json, or several reports against one another."""
+"""`outrider report`: render a page from report.json, or compare reports."""
 
 from __future__ import annotations
 
@@ -18,17 +18,13 @@ from outrider.report.schema import Report, write_whole
 
 Reports = Annotated[
     list[Path],
-    typer.Argument(
-        help="A report.json or its folder: one to write its page again, more to compare.", show_default=False
-    ),
+    typer.Argument(help="A report.json or its folder: one to render, several to compare.", show_default=False),
 ]
-Out = Annotated[
-    Path | None, typer.Option(help="Where the page goes.", show_default="beside the report; comparison.html")
-]
+Out = Annotated[Path | None, typer.Option(help="Page to write.", show_default="beside the report; comparison.html")]
 
 
 def report(paths: Reports, out: Out = None, json_to: JsonTo = None) -> None:
-    """Write a report's page again, or compare reports with the first of them, prompt by prompt."""
+    """Render a report, or compare reports with the first one, prompt by prompt."""
     place_of_json(json_to)
     if out is not None and not out.absolute().parent.is_dir():
         raise DataError(f"can't write {out}: no such folder; name a file in a folder that exists")

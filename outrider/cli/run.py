@@ -1,4 +1,4 @@
-"""`outrider run`, `prepare`, `train` and `calibrate`: the stages of a run file, all or one."""
+"""`outrider run`, `prepare`, `train` and `calibrate`: the stages of a run file."""
 
 import json
 from collections.abc import Sequence
@@ -26,16 +26,17 @@ Look = Annotated[
     ),
 ]
 Force = Annotated[
-    bool, typer.Option("--force", help="Go on from a checkpoint also where settings changed on which weights depend.")
+    bool, typer.Option("--force", help="Resume from a checkpoint even if settings changed that its weights depend on.")
 ]
 Track = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", help="Send metrics there too: tensorboard, wandb or trackio; again for more of them."),
+    typer.Option(metavar="NAME", help="Also send metrics to tensorboard, wandb or trackio; can be repeated."),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print counts and sizes, and write nothing.")]
 
 Measure = Annotated[
-    bool, typer.Option("--measure", help="As --dry-run, and measure two steps: memory, time, which train.tokens fits.")
+    bool,
+    typer.Option("--measure", help="As --dry-run, and measure two steps: memory, time, which train.tokens fits."),
 ]
 
 
@@ -49,7 +50,7 @@ def run(
     force: Force = False,
     track: Track = None,
 ) -> None:
-    """Prepare, train and evaluate: all stages that the run file has."""
+    """Run all stages of a run file: prepare, train, evaluate.  Rerun the same command to resume."""
     place_of_json(json_to)
     all_overrides = [*_skipping(overrides, skip_bad), *_tracked(track)]
     if dry_run:
@@ -65,14 +66,14 @@ def prepare(
     overrides: Overrides = None,
     server: Annotated[
         list[str] | None,
-        typer.Option(metavar="URL", help="Let a server with OpenAI's API answer; give it again for more servers."),
+        typer.Option(metavar="URL", help="Use a server with OpenAI's API; can be repeated."),
     ] = None,
     skip_bad: SkipBad = False,
     dry_run: DryRun = False,
     look: Look = None,
     yes: Yes = False,
 ) -> None:
-    """Let the target answer the prompts, here or on servers; goes on where it was stopped."""
+    """Generate training answers with the target, locally or on servers.  Rerun the same command to resume."""
     servers = [f"prepare.servers={json.dumps(server)}"] if server else []
     all_overrides = [*_skipping(overrides, skip_bad), *servers]
     if look is not None:
@@ -85,7 +86,7 @@ def train(
     file: RunFile, overrides: Overrides = None, dry_run: DryRun = False, measure: Measure = False, force: Force = False,
     track: Track = None,
 ) -> None:  # fmt: skip
-    """Train the drafter on the target's answers; goes on where it was stopped."""
+    """Train the drafter on the target's answers.  Rerun the same command to resume."""
     if measure:
         show(stages.plan(file, overrides or (), stages=["train"], measure=True), None)
         return
@@ -102,12 +103,12 @@ def _stage(
 
 
 def _tracked(names: list[str] | None) -> list[str]:
-    """The override that `--track` is short for."""
+    """The override for `--track`."""
     return [f"train.track={json.dumps(names)}"] if names else []
 
 
 def _skipping(overrides: list[str] | None, skip_bad: bool) -> list[str]:
-    """Overrides with what `--skip-bad` is short for."""
+    """Overrides, with that of `--skip-bad`."""
     return [*(overrides or ()), *(["prepare.skip_bad=true"] if skip_bad else [])]
 
 
@@ -124,7 +125,7 @@ def show(lines: Sequence[stages.Line], json_to: str | None) -> None:
     for i, line in enumerate(lines):
         is_first = i == 0 or lines[i - 1].stage != line.stage
         table.add_row(line.stage if is_first else "", line.what, _shown(line))
-    present(json_to, [line._asdict() for line in lines], table, "nothing is written; without --dry-run it is done")
+    present(json_to, [line._asdict() for line in lines], table, "dry run: nothing was written")
 
 
 def _shown(line: stages.Line) -> str:
@@ -138,18 +139,18 @@ def calibrate(
         str,
         typer.Argument(help="Folder of a drafter with a confidence head, or a published one's id.", show_default=False),
     ],
-    prompts: Annotated[str, typer.Option(help="`stdlib`, or a file of prompts that it was not trained on.")] = "stdlib",
-    count: Annotated[int, typer.Option(min=2, help="Prompts; half of them are scaled on, the others judged on.")] = 200,
+    prompts: Annotated[str, typer.Option(help="`stdlib`, or a file of held-out prompts.")] = "stdlib",
+    count: Annotated[int, typer.Option(min=2, help="Prompts: half to fit scales, half to measure the error.")] = 200,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
     temperature: Annotated[float, typer.Option(min=0)] = 1.0,
-    target: Annotated[str | None, typer.Option(help="Where the target is, if not where it was in training.")] = None,
-    shifts: Annotated[bool, typer.Option("--shifts/--no-shifts", help="Shift logits too, or scale them alone.")] = True,
+    target: Annotated[str | None, typer.Option(help="Location of the target, if it moved since training.")] = None,
+    shifts: Annotated[bool, typer.Option("--shifts/--no-shifts", help="Fit shifts of logits besides scales.")] = True,
     out: Annotated[
-        Path | None, typer.Option(help="New checkpoint, of a published drafter: that stays as it is.")
+        Path | None, typer.Option(help="New checkpoint, for a published drafter, which is not changed.")
     ] = None,
     json_to: JsonTo = None,
 ) -> None:
-    """Scale confidences by what is accepted on held-out prompts, and print their error before and after."""
+    """Calibrate confidences on held-out prompts, and print their error before and after."""
     place_of_json(json_to)
     source = describe(checkpoint)
     if (name := target or source.target) is None:
@@ -158,7 +159,7 @@ def calibrate(
         if out is not None:
             raise ConfigError(f"{checkpoint} is a checkpoint, which is calibrated in place; leave out --out")
         raise ConfigError(
-            f"{checkpoint} is a published drafter, which stays as it is; name a new checkpoint with --out"
+            f"{checkpoint} is a published drafter, which is not changed; name a new checkpoint with --out"
         )
     if out is not None and out.exists():
         raise ExportError(f"{out} exists already; name a new folder, or delete it first")

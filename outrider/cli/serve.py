@@ -52,11 +52,11 @@ OPTIONS = (
     "log_prompts"
 )
 PREFIX_SHARE = 0.1
-"""Of the memory that is free, for shared beginnings unless told otherwise."""
+"""Default share of free memory for the prefix cache."""
 
 
 class Served(NamedTuple):
-    """What is served, and how."""
+    """Target, drafter and settings of a server."""
 
     target: TargetConfig
     drafter: Choice | None
@@ -105,7 +105,7 @@ def serve(
 
 
 def _log_all() -> None:
-    """What the server logs goes to standard error."""
+    """Send the server's log to standard error."""
     handler, logger = logging.StreamHandler(), logging.getLogger("outrider.serve")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
@@ -115,13 +115,13 @@ def _log_all() -> None:
 
 def _answer_clients(served: Served) -> None:
     config = served.config
-    sock = server.bound(config)  # first of all: a port that is taken is said before minutes of loading
+    sock = server.bound(config)  # first, so that an occupied port is reported before minutes of loading
     keys = None if config.keys is None else KeyRing(config.keys)
     with _service(served) as (service, post), sock:
         telemetry = service.engine.telemetry
         app = make_app(service, telemetry, lambda: admission.is_closed)
         admission = Admission(app, config, keys, telemetry)
-        what = "the keys of " + str(config.keys) if keys else "no key is asked for"
+        what = "the keys of " + str(config.keys) if keys else "no key is required"
         line = f"server    {server.address_of(sock)}, model {service.name}; {what}; Ctrl-C stops"
         remark = lambda text: console.remark(f"          {text}")
         http_server = server.Server(admission, service, post, remark, ready=lambda: say(line))
@@ -142,13 +142,13 @@ def _answer_file(served: Served, source: Path, to: Path) -> None:
 
 @contextmanager
 def _service(served: Served) -> Iterator[tuple[Service, Post]]:
-    """The service over a running engine; what it is made of is said."""
+    """The service with its running engine; prints their settings."""
     config, printer = served.config, Printer()
     log = RequestLog(None if config.request_log is None else Path(config.request_log), log_prompts=config.log_prompts)
     with log:
         machine.set_up_process()
-        # In a thread that ends: OpenMP keeps the threads of everyone who ever computed, and where they are more than
-        # cores, those that decode sleep at every barrier instead of spinning: a step takes six times as long.
+        # In a thread that ends: OpenMP keeps a pool per computing thread, and with more pool threads than cores,
+        # decoding threads sleep at every barrier instead of spinning, which makes a step six times as slow.
         with ThreadPoolExecutor(1, "outrider-load") as loading:
             service, post, learner = loading.submit(_loaded, served, printer, log).result()
         with ExitStack() as running:
@@ -184,7 +184,7 @@ def _loaded(served: Served, printer: Printer, log: RequestLog) -> tuple[Service,
 
 
 def _prefix_bytes(config: Config, target: TransformersTarget) -> int:
-    """Memory for shared beginnings."""
+    """Memory for the prefix cache, in bytes."""
     configured = config.prefix_bytes
     return int(PREFIX_SHARE * machine.free_memory(target.device)) if configured is None else configured
 
@@ -193,7 +193,7 @@ def _compile_in_background(
     served: Served, learned: learning.Folder | None, target: TransformersTarget, drafter: Drafter | None
 ) -> None:
     section, kind, settings = served.target, None, dict[str, Any]()
-    if section.trust_remote_code:  # another process would run that code too
+    if section.trust_remote_code:  # the other process would run that code too
         return
     if served.drafter is not None:
         kind, settings = (served.drafter, {}) if isinstance(served.drafter, str) else parted(served.drafter)
@@ -206,7 +206,7 @@ def _compile_in_background(
 
 
 def _learned(served: Served) -> learning.Folder | None:
-    """The folder of a drafter that learns.  Raises ConfigError for one that can't, before anything loads."""
+    """The folder of a learning drafter.  Raises ConfigError for a drafter that can't learn, before anything loads."""
     if served.config.learning is None:
         return None
     kind = served.drafter if isinstance(served.drafter, str | None) else parted(served.drafter)[0]
@@ -216,9 +216,9 @@ def _learned(served: Served) -> learning.Folder | None:
 def _drafter(
     served: Served, target: TransformersTarget, printer: Printer, learned: learning.Folder | None
 ) -> tuple[Drafter | None, str, list[str]]:
-    """The drafter, what it is called, and the names that a request may ask for."""
+    """The drafter, its label, and the names that a request may choose."""
     if served.drafter is None:
-        say("drafter   none: texts are decoded plainly, or drafted from a request's prediction")
+        say("drafter   none: plain decoding, or drafts from a request's prediction")
         return None, "", []
     kind, options = (served.drafter, {}) if isinstance(served.drafter, str) else parted(served.drafter)
     drafter = load_drafter(kind if learned is None else learned.current, target, **options)
@@ -228,12 +228,12 @@ def _drafter(
         learned.set(compile=any(step.graph is not None for step in drafter.steps))
     names = list(drafter.names) if isinstance(drafter, Mix) else [str(kind)]
     of = f" of {', '.join(names)}" if isinstance(drafter, Mix) else ""
-    say(f"drafter   {kind}{of}: at most {drafter.limit} tokens a step")
+    say(f"drafter   {kind}{of}: at most {drafter.limit} tokens per step")
     return drafter, str(kind), names
 
 
 def _name_of(target: str) -> str:
-    """A target's name for clients: of a folder its last part, since where it lies is nobody's business."""
+    """A target's name for clients: only the last part of a path, which is private."""
     return Path(target).resolve().name if Path(target).exists() else target
 
 
@@ -241,11 +241,11 @@ def _say_engine(engine: Engine, config: Config) -> None:
     most, each = engine.scheduler.tokens or engine.slots * engine.length, engine.scheduler.cache.column_bytes
     size = f", up to {sized(most * each)} of keys and values" if each else ""
     kept = engine.prefixes.budget_bytes
-    shared = f"{sized(kept)} for shared beginnings" if kept else "no shared beginnings"
+    shared = f"{sized(kept)} for the prefix cache" if kept else "no prefix cache"
     lossy = f", verification {config.verification}" if config.verification != "standard" else ""
     say(
-        f"engine    {engine.slots} slots of {engine.length:,} tokens{size}; {shared}; {config.queue} more texts may "
-        f"wait; policy {config.policy}{lossy}"
+        f"engine    {engine.slots} slots of {engine.length:,} tokens{size}; {shared}; a queue of {config.queue} texts; "
+        f"policy {config.policy}{lossy}"
     )
     say(f"steps     {engine.runner.words}")
 
@@ -254,13 +254,13 @@ def _say_engine(engine: Engine, config: Config) -> None:
 
 
 def _served(what: Sequence[str], options: Sequence[str], drafter: str | None, settings: Sequence[str]) -> Served:
-    """Target, drafter and settings, by a run file or by names.  Raises ConfigError."""
+    """Target, drafter and settings, from a run file or names.  Raises ConfigError."""
     words = [word for word in what if not re.match(r"[A-Za-z_][\w.]*=", word)]
     overrides = [*(word for word in what if word not in words), *options]
     if len(words) > 1 or any(not word.endswith(RUN_FILES) for word in words):
         raise ConfigError(
-            f"{words[-1]!r} is no run file (.yaml) and no setting (key=value); name a target with --target, and a "
-            "drafter with --drafter"
+            f"{words[-1]!r} is neither a run file (.yaml) nor a setting (key=value); use --target for a target and "
+            "--drafter for a drafter"
         )
     if settings and not drafter:
         raise ConfigError(f"--set {settings[0]} needs a drafter; name one with --drafter")

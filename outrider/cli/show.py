@@ -1,4 +1,4 @@
-"""`outrider show`: a run file with everything resolved; what can be set in one."""
+"""`outrider show`: a run file with all defaults resolved, and the settings of run files."""
 
 import json
 import textwrap
@@ -17,10 +17,10 @@ from outrider.runs.settings import Section, Setting
 RunFile = Annotated[Path | None, typer.Argument(metavar="FILE", help="Run file (YAML).", show_default=False)]
 HelpSettings = Annotated[
     bool, typer.Option("--help-settings",
-    help="Print what can be set instead: all, or those of run, target, prepare, train, "
+    help="List settings instead: all, or those of run, target, prepare, train, "
                                                "evaluate, or `drafter KIND`, in place of FILE.")
 ]  # fmt: skip
-Markdown = Annotated[bool, typer.Option("--markdown", help="Print these settings as a page (docs/settings.md is one).")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print these settings as Markdown, as in docs/settings.md.")]
 JsonSchema = Annotated[bool, typer.Option("--json-schema", help="Print the JSON schema of run files, for editors.")]
 
 
@@ -28,13 +28,13 @@ def show(
     file: RunFile = None, overrides: Overrides = None, help_settings: HelpSettings = False, markdown: Markdown = False,
     json_schema: JsonSchema = False, json_to: JsonTo = None,
 ) -> None:  # fmt: skip
-    """Print a run file with everything resolved, where each value came from, and how large its drafter will be."""
+    """Show a run file with all defaults resolved, the origin of each value, and the size of its drafter."""
     if json_schema:
         print(json.dumps(settings.schema(), indent=1))
     elif help_settings:
         _print_settings([str(file), *(overrides or ())] if file else [], markdown, json_to)
     elif file is None:
-        raise ConfigError("show needs a run file; `outrider show --help-settings` prints what can be set in one")
+        raise ConfigError("show needs a run file; `outrider show --help-settings` lists its settings")
     else:
         _print_run(file, overrides or [], json_to)
 
@@ -78,7 +78,7 @@ def heading(section: Section) -> str:
 
 
 def settings_table(section: Section) -> console.PlainTable:
-    """The settings of a section, as a table that fits the terminal."""
+    """The settings of a section as a table."""
     table = console.table("setting", "type", "default", "meaning")
     for setting in section.settings:
         table.add_row(*setting)

@@ -1,4 +1,4 @@
-"""`outrider tasks`: the prompt sets to measure on, where each comes from, how much of it is used, how it is scored."""
+"""`outrider tasks`: prompt sets for evaluation, with their sources and sizes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from outrider.measure.tasks.names import BUILT_IN, listed
 
 Data = Annotated[
     Path | None,
-    typer.Option("--data", metavar="FOLDER", help="Folder with gsm8k.jsonl and so on, taken instead of the hub."),
+    typer.Option("--data", metavar="FOLDER", help="Folder with gsm8k.jsonl and so on, used instead of the hub."),
 ]
 
 
 def tasks(data: Data = None, json_to: JsonTo = None) -> None:
-    """List the prompt sets there are, and with --data what a folder holds of them."""
+    """List prompt sets, and with --data the ones in a folder."""
     quiet()
     place_of_json(json_to)
     entries = listed(data)

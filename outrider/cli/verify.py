@@ -1,4 +1,4 @@
-"""`outrider verify-export`: does an engine accept as much of an exported drafter as we do, and if not, why?"""
+"""`outrider verify-export`: compare the acceptance of an exported drafter in an engine and in Outrider."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ from outrider.loading import find_folder
 def verify_export(
     draft: Annotated[
         str,
-        typer.Argument(help="Folder that `outrider export` wrote; or a published one, or its id.", show_default=False),
+        typer.Argument(help="Folder of `outrider export`, a published folder, or its id.", show_default=False),
     ],
     engine: Annotated[
-        str, typer.Option("--engine", help="vllm, llamacpp or transformers, which are run; sglang: the folder is read.")
+        str, typer.Option("--engine", help="vllm, llamacpp or transformers; with sglang, the folder is only read.")
     ] = "vllm",
-    python: Annotated[str | None, typer.Option("--python", help="The python of vLLM's own environment.")] = None,
+    python: Annotated[str | None, typer.Option("--python", help="Python of vLLM's environment.")] = None,
     server: Annotated[
-        str | None, typer.Option("--server", metavar="BINARY", help="llama-server; else LLAMA_SERVER, or on the PATH.")
+        str | None,
+        typer.Option("--server", metavar="BINARY", help="llama-server; default: $LLAMA_SERVER, or from the PATH."),
     ] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", help="What it was exported from; causes need it.")
+        Path | None, typer.Option("--checkpoint", help="Checkpoint it was exported from; needed to find causes.")
     ] = None,
     target: Annotated[
-        str | None, typer.Option("--target", help="Where the target is, if not where it was in training.")
+        str | None, typer.Option("--target", help="Location of the target, if it moved since training.")
     ] = None,
     prompts: Annotated[str, typer.Option("--prompts", help="`stdlib`, a task, or a file of prompts.")] = "stdlib",
     count: Annotated[int, typer.Option("--count", min=1, help="Prompts.")] = 24,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=8)] = 88,
     json_to: JsonTo = None,
 ) -> None:
-    """Run an exported drafter in its engine and here, on the same token ids: same text, same acceptance at every depth?
+    """Run an exported drafter in its engine and in Outrider on the same token ids; compare texts and acceptance.
 
-    Exit code 1 where they differ, with the cause by its name.
+    Exit code 1 if they differ, with the cause if it is known.
     """
     quiet()
     place_of_json(json_to)
@@ -68,8 +69,8 @@ def verify_export(
             written = parity.write_verified(folder, outcome)
             say(f"          written to {written}")
             if written.name == MANIFEST and not card.write(folder):
-                remark(f"          {folder / card.NAME} was edited and stays as it is")
-        except (OSError, ValueError, TypeError, AttributeError) as error:  # it takes nothing of what was printed
+                remark(f"          {folder / card.NAME} was edited and is not changed")
+        except (OSError, ValueError, TypeError, AttributeError) as error:  # the result was already printed
             remark(f"          not noted in {folder}: {error}", "yellow")
     if outcome.is_equal is False or outcome.causes or outcome.error:
         raise typer.Exit(1)

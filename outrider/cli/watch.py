@@ -1,4 +1,4 @@
-"""`outrider watch`: is a server's drafter still as good as when it was released?"""
+"""`outrider watch`: compare a server's acceptance with that of the drafter's release."""
 
 from __future__ import annotations
 
@@ -31,24 +31,22 @@ INCOMPARABLE = (
 
 def watch(
     url: Annotated[str, typer.Argument(help="The server, such as http://127.0.0.1:8000.", show_default=False)],
-    release: Annotated[
-        Path | None, typer.Option(help="report.json, or its folder, that the drafter was released with.")
-    ] = None,
+    release: Annotated[Path | None, typer.Option(help="report.json of the drafter's release, or its folder.")] = None,
     drafter: Annotated[
         str | None, typer.Option(help="Rows of the report to compare with; the lead rows unless given.")
     ] = None,
     temperature: Annotated[
         float | None, typer.Option(help="Of the traffic, so of the rows to compare with; the lead rows' unless given.")
     ] = None,
-    every: Annotated[float, typer.Option(help="Seconds between two readings.")] = 5.0,
-    for_s: Annotated[float | None, typer.Option("--for", help="Stop after so many seconds.")] = None,
+    every: Annotated[float, typer.Option(help="Seconds between readings.")] = 5.0,
+    for_s: Annotated[float | None, typer.Option("--for", help="Stop after this many seconds.")] = None,
     once: Annotated[
         bool, typer.Option("--once", help="One reading: since the server started, or over --for seconds.")
     ] = False,
-    log: Annotated[Path | None, typer.Option(help="Add one JSON line a reading to this file.")] = None,
+    log: Annotated[Path | None, typer.Option(help="Append a JSON line per reading to this file.")] = None,
     json_to: JsonTo = None,
 ) -> None:
-    """Watch a server's acceptance; warn, and exit with 1, when it leaves the interval of its release."""
+    """Monitor a server's acceptance; warn, and exit with 1, if it leaves the interval of its release."""
     if every < 0.1 or (for_s is not None and for_s <= 0):
         raise ConfigError(
             "--every must be at least 0.1 s and --for above 0 s, got "
@@ -75,7 +73,7 @@ def watch(
 
 
 def _once(url: str, promised: Release | None, for_s: float | None) -> tuple[dict[str, Any], bool]:
-    """One reading, printed; as JSON, and whether it lies outside the release's interval."""
+    """Print one reading; returns it as JSON, and whether it is outside the release's interval."""
     counters, window = glance(url, for_s)
     over = f"the last {for_s:g} s" if for_s is not None else "since it started"
     _say_head(f"{counters.server} at {address_of(url).shown}, {over}", promised)
@@ -99,7 +97,7 @@ def _standing_text(side: int | None, window: Window, promised: Release | None) -
 
 
 def _side_text(side: int | None, promised: Release | None, inside: str, since: str = "") -> Text:
-    """On which side of the release's interval the server is.  inside: the text where it is on neither."""
+    """On which side of the release's interval the server is.  inside: the text if it is within."""
     if promised is None:
         return Text("no release to compare with; --release report.json names it", overflow="fold")
     if side is None:
@@ -113,7 +111,7 @@ def _side_text(side: int | None, promised: Release | None, inside: str, since: s
 def _live(
     url: str, promised: Release | None, every: float, for_s: float | None, log: Path | None
 ) -> tuple[dict[str, Any], bool]:
-    """Readings until --for is over or Ctrl-C; the last as JSON, and whether an alarm was raised on the way."""
+    """Readings until --for is over or Ctrl-C; returns the last as JSON, and whether there was an alarm."""
     alarmed, view, views = False, None, watch_server(url, promised, every, for_s)
     with _opened(log) as lines:
         _say_head(
@@ -123,7 +121,7 @@ def _live(
             for view in views:
                 alarmed |= view.alarmed
                 screen.update(_screen(view, promised), refresh=True)
-                if lines is not None:  # after the screen: whenever Ctrl-C comes, what the log holds was shown
+                if lines is not None:  # after the screen, so that every logged reading was shown
                     lines.write(json.dumps(view.json()) + "\n")
     if not console.out.is_terminal:
         console.out.print()
@@ -132,7 +130,7 @@ def _live(
 
 
 def _opened(log: Path | None) -> AbstractContextManager[IO[str] | None]:
-    """The file that gets a line per reading, written at once."""
+    """The line-buffered log file."""
     try:
         return nullcontext() if log is None else log.open("a", encoding="utf-8", buffering=1)
     except OSError as error:
@@ -168,7 +166,7 @@ def _status_text(view: View, promised: Release | None) -> Text:
 
 
 def _table(columns: list[tuple[str, Window]], promised: Release | None) -> console.PlainTable:
-    """Figures in rows, periods in columns, the release's interval last."""
+    """Metrics in rows, periods in columns, the release's interval last."""
     heads = [f"{name:>8}" for name, _ in columns] + (["release"] if promised else [])
     table = console.table("", *heads, right=heads)
     stats = [window.stats for _, window in columns]

@@ -80,7 +80,7 @@ def test_a_corpus_is_listed_told_of_checked_and_removed(corpus: Command, texts: 
     told = json.loads(corpus("stats", "a", "--json", "-").out)
     assert {source["name"] for source in told["sources"]} == {str(path) for path in texts.iterdir()}
     assert "files 2, 121B; the largest: 80B" in corpus("stats", "a").out
-    assert "every checksum holds" in corpus("verify", "a").out
+    assert "all checksums match" in corpus("verify", "a").out
     assert corpus("remove", "a").out.startswith("removed a, ")
     assert [path.name for path in (tmp_path / "home").iterdir()] == ["b"]
 
@@ -103,10 +103,10 @@ def test_a_damaged_corpus_is_listed_with_what_to_do(corpus, texts, tmp_path, mon
     with monkeypatch.context() as patched:
         patched.setattr(build, "_write_sources", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         done = corpus("add", "mine", texts / "one.py")
-    assert (done.code, done.err) == (130, "stopped; corpus mine is as it was before")
+    assert (done.code, done.err) == (130, "stopped; corpus mine is unchanged")
     assert json.loads(corpus("list", "--json", "-").out)[0]["documents"] == 3
     done = corpus("add", "mine", texts / "one.py")
-    assert "in the place of the one there is" in done.out
+    assert "replaces the existing one" in done.out
     assert Corpus.open(tmp_path / "home/mine").header["documents"] == 1
     path = tmp_path / "home/mine/tokens.bin"
     content = bytearray(path.read_bytes())

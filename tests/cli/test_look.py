@@ -73,7 +73,7 @@ def test_a_preview_says_what_features_cost(folder: Path, tmp_path: Path, monkeyp
     inputs = check(settings, ["prepare", "train"])
     tokens = cost.tokens_of(settings, inputs)
     assert tokens.answers == 6 * 16
-    assert tokens.given == sum(len(one.messages[0]["content"]) for one in inputs.asked), "a token a byte"
+    assert tokens.given == sum(len(one.messages[0]["content"]) for one in inputs.conversations), "a token a byte"
     assert found["train", "tokens to read, at most"] == tokens.all
     assert found["train", "features live: disk, at most"] == 0
     assert found["train", "features cached: disk, at most"] > 0

@@ -43,7 +43,7 @@ def test_a_server_says_what_it_is_and_drains(folder: Path, tmp_path: Path, monke
             time.sleep(0.01)
         url = server[1]
         assert "drafter   ngram: at most" in said
-        assert re.search(r"engine    2 slots of 256 tokens.*256 more texts may wait; policy auto", said)
+        assert re.search(r"engine    2 slots of 256 tokens.*a queue of 256 texts; policy auto", said)
         assert f"model tiny; the keys of {ring}" in said
         wanted = generate(load_target(folder), "abcabc", max_new_tokens=8)[0].text
         asked = {"model": "tiny", "prompt": "abcabc", "max_tokens": 8, "temperature": 0}
@@ -105,7 +105,7 @@ REFUSED = [
     (("--verification", "typical"), "allow_lossy"),
     (("serve.quue=5",), "unknown key 'quue'; did you mean 'queue'"),
     (("train.lr=1",), "settings begin with serve. or target."),
-    (("demo",), "'demo' is no run file (.yaml) and no setting"),
+    (("demo",), "'demo' is neither a run file (.yaml) nor a setting"),
     (("--set", "length=3"), "--set length=3 needs a drafter"),
     (("--batch-in", "x.jsonl"), "--batch-in and --batch-out must be given together"),
     (("--batch-in", "none.jsonl", "--batch-out", "out.jsonl"), "can't read none.jsonl"),
