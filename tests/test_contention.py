@@ -10,7 +10,7 @@ import pytest
 
 from outrider.decoding.protocols import Drafter
 from outrider.machine import contention
-from outrider.machine.contention import Contention, Reading, between, calmest, mean, read
+from outrider.machine.contention import Contention, Counters, between, calmest, mean, read
 from outrider.measure.record import Entry, Measured, Run, Sample
 from outrider.measure.tasks.names import Prompt
 from outrider.measure.trust import possible_speedup, trust
@@ -36,13 +36,13 @@ def test_a_run_under_load_is_repeated_until_it_is_calm(seconds, lost, repeats, o
 
 def test_counters_become_shares() -> None:
     """Catches units that are mixed up, and a thread that ended or began in between."""
-    before = Reading(10.0, {1: 1.0, 2: 5.0}, 2.0, 100.0, 50.0, 1.0)
+    before = Counters(10.0, {1: 1.0, 2: 5.0}, 2.0, 100.0, 50.0, 1.0)
     processors = len(os.sched_getaffinity(0))
-    found = between(before, Reading(12.0, {1: 1.5, 3: 0.2}, 2.0 + 0.2 * processors, 104.0, 51.0, 3.0))
+    found = between(before, Counters(12.0, {1: 1.5, 3: 0.2}, 2.0 + 0.2 * processors, 104.0, 51.0, 3.0))
     assert found == (2.0, 0.25, pytest.approx(0.1), 1.5, 3.0)
     assert found.lost == 0.25 and found.is_high
     nothing = between(
-        before._replace(run_delay_s={}, stolen=None, busy=None), Reading(11.0, {}, None, None, 51.0, None)
+        before._replace(run_delay_s={}, stolen=None, busy=None), Counters(11.0, {}, None, None, 51.0, None)
     )
     assert (nothing.waited, nothing.stolen, nothing.others, nothing.lost, nothing.is_high) == (
         None,

@@ -163,7 +163,7 @@ def test_a_draft_that_does_not_fit_is_not_enabled() -> None:
     choice = decide(full, ASKED, 1, [])
     assert choice.decision == "BATCH INSTEAD" and "0 texts fit beside the drafter" in choice.because
     late = [own.model_copy(update={"meets_slo": False}) for own in good]
-    assert "ms a token are more than the limit" in decide(late, ASKED, 1, []).because
+    assert "ms per token are more than the limit" in decide(late, ASKED, 1, []).because
 
 
 def test_requests_at_once_are_rate_times_time() -> None:

@@ -15,7 +15,7 @@ from benchmarks import plan as benchmark
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState
 from outrider.drafters import find
-from outrider.generation import batch, kept_costs
+from outrider.generation import batch, stored_costs
 from outrider.loading import load_drafter
 from outrider.machine import measurements
 from outrider.plan.measured import timings
@@ -65,7 +65,7 @@ def test_more_traffic_than_the_machine_can_do_asks_for_batches(tmp_path: Path) -
     """Catches a rate that is quietly taken for another."""
     words = ("--prompt-tokens", "900", "--new-tokens", "900", "--rate", "100000")
     found = planned(tmp_path / "plan.json", "--target", "demo", "--hardware", "l4", *words)
-    assert found.decision == "BATCH INSTEAD" and "100000 requests a second need more than" in found.because
+    assert found.decision == "BATCH INSTEAD" and "100000 requests per second need more than" in found.because
 
 
 def test_costs_are_shown_at_half_all_and_twice_the_traffic(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_numbers_that_are_none_are_refused(words: Sequence[str], said: str, caps
     [
         ({"num_attention_heads": 3}, "is not a valid model: The hidden size (64) is not a multiple"),
         ({"vocab_size": None}, "lacks vocab_size"),
-        ({}, "texts of 200 and 200 tokens are longer than the 300 that"),
+        ({}, "texts of 200 and 200 tokens are longer than the context of"),
     ],
 )
 def test_a_config_that_is_no_model_is_refused(change, said, tmp_path, capsys) -> None:
@@ -162,7 +162,7 @@ def test_a_target_that_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.Ca
     fields = benchmark.yaml.safe_load(benchmark.POINTS.read_text())["models"]["llama-3.3-70b"]
     (tmp_path / "config.json").write_text(json.dumps(fields))
     said = refused(capsys, "--target", str(tmp_path), "--hardware", "h100", *TRAFFIC)
-    assert "take 141 GB, and 1 h100 have 80 GB; give more --devices, or --weights int4" in said
+    assert "take 141 GB, but 1 h100 have 80 GB; give more --devices, or --weights int4" in said
     assert outrider_with("plan", "--target", str(tmp_path), "--hardware", "h100", "--weights", "int4", *TRAFFIC) == 0
 
 
@@ -185,7 +185,7 @@ def test_times_are_kept_and_not_taken_again(target: Target, quiet: Path, monkeyp
     monkeypatch.setattr(timings, "timed", lambda *_, **__: pytest.fail("timed again"))
     monkeypatch.setattr(timings, "steps", lambda *_, **__: pytest.fail("timed again"))
     timings.measure(target, ["ngram"], [1, 2], [1, 2], 16, again)
-    known = kept_costs(target, load_drafter("ngram", target)).read()["plain"]  # what a policy begins with
+    known = stored_costs(target, load_drafter("ngram", target)).read()["plain"]  # what a policy begins with
     assert set(known.passes) == {(slots, rows) for slots in (1, 2) for rows in (1, 2, 3)}
     assert set(known.drafts) == {(slots, depth) for slots in (1, 2) for depth in (1, 2)}
 
@@ -217,7 +217,10 @@ def test_measuring_keeps_to_its_seconds_and_bytes(target: Target, paced: Clock) 
     """Catches a plan for 1,024 texts at once that takes 16 minutes and 14 GB, one that says nothing of what it left
     out, and one that spends all of its time on the smallest batch."""
     said: list[str] = []
-    for seconds, gigabytes, largest, why in ((30.0, 1e3, 16, "s are left for it"), (1e4, 0.1, 64, "0.1 GB are half")):
+    for seconds, gigabytes, largest, why in (
+        (30.0, 1e3, 16, "s are left for it"),
+        (1e4, 0.1, 64, "0.1 GB are allowed"),
+    ):
         paced.now, found, batches = 0.0, Timings(prompt_s=1e-3), [256, 1, 1024]
         allowed = Allowance(seconds, 1e9 * gigabytes, paced)
         timings.measure(target, ["ngram"], batches, [1, 4], 200, found, lambda _: Drafter(), said.append, allowed)
