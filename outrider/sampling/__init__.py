@@ -1,1 +1,1 @@
-"""What a request asks of the distribution: settings, penalties, grammar, text, and the judge that obeys them."""
+"""Sampling: a request's settings, penalties, grammars, stop strings, and the judge that applies them."""

@@ -1,7 +1,7 @@
-"""From logits to the distribution that drafter and target both mean; temperature 0 is one-hot.
+"""From logits to the sampling distribution, for drafter and target alike; temperature 0 is one-hot.
 
-The order is part of the definition.  Settings that depend on a node's own prefix come first, in `prefix.processed`.
-Then come, here: temperature, top-k, top-p, min-p, typical-p, in the order of transformers.  B live slots, V vocabulary.
+The order is part of the definition.  Settings that depend on a node's prefix come first, in `prefix.processed`.  Then,
+here: temperature, top-k, top-p, min-p, typical-p, in the order of transformers.  B live slots, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from torch import Tensor
 
 from outrider.sampling.settings import Sampling
 
-FEW, SPARE = 1024, 64
-"""Largest top-k that is cut out before the rest is computed, and how many equals of the last are looked for."""
+FEW = 1024
+"""Largest top-k whose candidates are gathered first."""
+SPARE = 64
+"""Further candidates that are checked for ties with the last one."""
 IDLE = Sampling()
 """Settings that change nothing."""
 
 
 class Settings(NamedTuple):
-    """The `Sampling` of every live slot, as tensors [B]; None where no slot sets it."""
+    """The `Sampling` of every live slot, as tensors [B]; None if no slot sets it."""
 
     temperature: Tensor | None
     top_k: Tensor | None
@@ -47,17 +49,17 @@ class Settings(NamedTuple):
 
     @property
     def has_cuts(self) -> bool:
-        """Some live slot does not draw from all tokens."""
+        """Whether any live slot draws from fewer than all tokens."""
         return any(cut is not None for cut in self[1:])
 
     @property
     def is_tempered(self) -> bool:
-        """Every live slot draws at a temperature above 0 from all tokens: its distribution is `tempered`."""
+        """Whether every live slot draws from all tokens at a temperature above 0: its distribution is `tempered`."""
         return self.temperature is not None and not self.has_cuts and bool((self.temperature > 0).all())
 
 
 def wide(logits: Tensor) -> Tensor:
-    """float32, or float64 where the logits are: bf16 softmax loses mass over 150k tokens."""
+    """float32, or float64 if the logits are: a bfloat16 softmax loses mass over 150k tokens."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -69,8 +71,8 @@ def log_probs(logits: Tensor) -> Tensor:
 def distribution(logits: Tensor, settings: Settings) -> Tensor:
     """The distribution of the next token.  logits [B, ..., V]; returns the same shape, each row summing to 1.
 
-    The target's logits come from `prefix.processed`; a drafter may give its own unprocessed.  Returns `wide` values.
-    Ties at temperature 0 go to the lowest token id.  A slot's distribution is computed the same way in every batch.
+    The target's logits come from `prefix.processed`; a drafter may pass its logits unprocessed.  Returns `wide` values.
+    Ties at temperature 0 go to the lowest token id.  A slot's distribution does not depend on the rest of the batch.
     """
     logits = wide(logits)
     if settings.temperature is None:
@@ -87,7 +89,7 @@ def distribution(logits: Tensor, settings: Settings) -> Tensor:
 
 
 def _distribution(logits: Tensor, settings: Settings) -> Tensor:
-    """Temperature, then every cut but top-k, each normalised again; slots at temperature 0 are one-hot."""
+    """Temperature, then every cut but top-k, renormalised after each; slots at temperature 0 are one-hot."""
     assert settings.temperature is not None
     shape = (-1,) + (1,) * (logits.dim() - 1)
     is_cold = settings.temperature == 0
@@ -109,15 +111,14 @@ def _distribution(logits: Tensor, settings: Settings) -> Tensor:
 def tempered(logits: Tensor, temperature: Tensor) -> Tensor:
     """softmax(logits / temperature), for logits [B, ..., V] and temperatures [B] above 0."""
     temperature = temperature.to(logits.dtype).view((-1,) + (1,) * (logits.dim() - 1))
-    # the largest is 0, so that a temperature near 0 overflows to -inf alone: of two +inf softmax makes NaN
+    # the largest is 0, so that a temperature near 0 overflows only to -inf: softmax of two +inf is NaN
     return ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
 
 
 def _distribution_of_few(logits: Tensor, settings: Settings, k: int) -> Tensor:
-    """The distribution of slots with the same top-k: the k most likely tokens and equals of the k-th; 0 means all.
+    """The distribution of slots with the same top-k: the k most likely tokens and ties with the k-th; 0 means all.
 
-    Few candidates are cut out first, in the order of their ids, and the rest is computed on them: 150k tokens are read
-    once.
+    If k is small, the candidates are gathered first, in the order of their ids, so that 150k tokens are read only once.
     """
     if not 0 < k < logits.shape[-1]:
         return _distribution(logits, settings)
@@ -132,7 +133,7 @@ def _distribution_of_few(logits: Tensor, settings: Settings, k: int) -> Tensor:
 
 
 def _keep_top_p(p: Tensor, top_p: Tensor) -> Tensor:
-    """The most likely tokens until their sum reaches top_p, at least one; 1 keeps all."""
+    """Keeps the most likely tokens until their sum reaches top_p, at least one; 1 keeps all."""
     ranked, order = p.sort(dim=-1, descending=True, stable=True)
     before = ranked.cumsum(-1) - ranked
     top_p = top_p.clamp(min=torch.finfo(top_p.dtype).tiny)  # a top_p that float32 rounds to 0 still leaves one token
@@ -140,16 +141,13 @@ def _keep_top_p(p: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _keep_min_p(p: Tensor, min_p: Tensor) -> Tensor:
-    """The tokens at least min_p times as likely as the likeliest."""
+    """Keeps the tokens at least min_p times as likely as the most likely one."""
     return p.masked_fill(p < min_p * p.amax(-1, keepdim=True), 0.0)
 
 
 def _keep_typical(p: Tensor, typical_p: Tensor) -> Tensor:
-    """The tokens whose surprise -log p is nearest to the entropy until their sum reaches typical_p, and equals of the
-    last.
-
-    typical_p 1 keeps all.
-    """
+    """Keeps the tokens whose surprise -log p is nearest to the entropy until their sum reaches typical_p, and ties with
+    the last; 1 keeps all."""
     surprise = -p.log()
     entropy = (p * surprise).nan_to_num(0.0).sum(-1, keepdim=True)
     ranked, order = (surprise - entropy).abs().sort(dim=-1, stable=True)

@@ -1,7 +1,7 @@
-"""Fast paths of the acceptance rule for some drafts, with the same output token for token.
+"""Fast paths of the acceptance rule, with token-for-token the same output.
 
-    accept_greedy    every slot at temperature 0        from the likeliest ids alone, no distribution
-    accept_chain     chains drawn from q                all nodes at once, no loop over them
+    accept_greedy    every slot at temperature 0        from the argmax alone, no distribution
+    accept_chain     chains drawn from q                all nodes at once, no loop
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -44,17 +44,17 @@ def outside(draft: Draft, vocabulary: int) -> list[int]:
 
 
 def accept_chain(draft: Draft, p: Tensor, streams: Streams) -> Accepted:
-    """Accept chains with dense q.  p [B, N+1, V]; the random numbers are those of `accept`.  Other drafts go to
-    `accept`."""
+    """Accept chains with dense q.  p [B, N+1, V]; uses the random numbers of `accept`, which handles other drafts."""
     return of_chain(_passed, draft, p, streams)
 
 
 def of_chain(
     judge: Callable[[Chain, Streams], tuple[Tensor, Tensor | None]], draft: Draft, p: Tensor, streams: Streams
 ) -> Accepted:
-    """Judge a chain drawn from q as a whole; trees, deterministic drafts and slots with a seed go to `accept`.
+    """Accept a chain drawn from q as a whole; trees, deterministic drafts and slots with a seed go to `accept`.
 
-    judge: how many nodes stay, [B], and the weight of the row each node was drawn for, [B, N]; None is 1.
+    judge: returns how many nodes are accepted, [B], and the weight of the row each node was drawn for, [B, N]; None
+    is 1.
     """
     if draft.q is None or draft.branches or not draft.tokens.numel():
         return accept(draft, p, streams)
@@ -79,16 +79,16 @@ def _passed(chain: Chain, streams: Streams) -> tuple[Tensor, None]:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A drawn chain's nodes as the acceptance rule judges them: invalid ones as deterministic."""
+    """A drawn chain's nodes as the acceptance rule sees them: invalid ones are deterministic."""
 
     p: Tensor
     """[B, N+1, V]."""
     q: Tensor
-    """[B, N, V] as judged."""
+    """[B, N, V], with invalid rows replaced."""
     live: Tensor
     """[B, N]."""
     p_own: Tensor
-    """[B, N] the target's probability of the node's token; 0 where the id is outside the vocabulary."""
+    """[B, N] the target's probability of the node's token; 0 for an id outside the vocabulary."""
     q_own: Tensor
     """[B, N] the drafter's; above 0."""
     sizes: Tensor

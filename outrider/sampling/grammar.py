@@ -1,9 +1,8 @@
-"""Structured output: which tokens may follow, so that the text fits a JSON schema, a regular expression or a Lark
-grammar.
+"""Structured output: restricts tokens so that the text matches a JSON schema, a regular expression or a Lark grammar.
 
 A grammar is text; compiled for a target's tokenizer it becomes `Rules` over token ids, and every request walks its own
-`Automaton`.  End tokens are allowed exactly where the grammar may end; after a complete text that can't continue
-nothing else is.  The rules are llguidance's (an extra); any other object with `start` works too.
+`Automaton`.  End tokens are allowed exactly where the grammar may end; after a text that can't continue, they are the
+only ones.  The rules are llguidance's (an extra); any other object with `start` works, too.
 
 V vocabulary.
 """
@@ -31,7 +30,7 @@ class Automaton(Protocol):
     """One request's position in its grammar."""
 
     def push(self, tokens: Sequence[int]) -> None:
-        """Take note of tokens that were committed."""
+        """Advance over committed tokens."""
 
     def allowed(self, path: tuple[int, ...]) -> Tensor:
         """Which tokens may follow the committed text and this path, [V] bool on the CPU; none after an invalid path."""
@@ -46,9 +45,9 @@ class Rules(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Form of a whole output, without the prompt.  Made by `json`, `regex` or `lark`.
+    """Grammar of a whole output, without the prompt.  Made by `json`, `regex` or `lark`.
 
-    Raises ConfigError for a grammar that can't be read, or a missing extra.
+    Raises ConfigError for an invalid grammar, or a missing extra.
     """
 
     kind: Kind
@@ -59,7 +58,7 @@ class Grammar:
 
     @classmethod
     def json(cls, schema: Mapping[str, Any] | str) -> Grammar:
-        """JSON that fits this schema, its keys in the schema's order."""
+        """JSON that matches this schema, with keys in the schema's order."""
         try:
             text = json.dumps(json.loads(schema) if isinstance(schema, str) else dict(schema))
         except (TypeError, ValueError) as error:
@@ -70,16 +69,16 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Text that this pattern (of Rust's regex syntax) matches from its first to its last character."""
+        """Text that this pattern, in Rust's regex syntax, matches completely."""
         return cls("regex", pattern)
 
     @classmethod
     def lark(cls, text: str) -> Grammar:
-        """Text that the rule `start` of this Lark grammar derives."""
+        """Text derived from the rule `start` of this Lark grammar."""
         return cls("lark", text)
 
     def compiled(self, target: Any) -> Rules:
-        """The rules for the tokens of this target, which must have a tokenizer; compiled once."""
+        """The rules over the token ids of this target, which must have a tokenizer; compiled once."""
         compilers = _COMPILERS.setdefault(target, {})
         if target.ends not in compilers:
             compilers[target.ends] = _compiler(target)
@@ -112,7 +111,7 @@ def _matcher() -> Any:
 
 @functools.lru_cache(256)
 def _source(kind: Kind, text: str) -> str:
-    """The grammar as llguidance reads it, checked."""
+    """The grammar in llguidance's format, validated."""
     matcher = _matcher()
     makers: dict[Kind, tuple[Callable[[str], str], str]] = {
         "json": (matcher.grammar_from_json_schema, "JSON schema that llguidance supports"),
@@ -137,20 +136,19 @@ def _first_line(message: str) -> str:
 
 
 def _compiler(target: Any) -> Callable[[Grammar], Rules]:
-    """Compiles grammars for this target's tokenizer, each once.  Holds no target, so that one can be freed."""
+    """Compiles grammars for this target's tokenizer, each once.  Keeps no reference to the target."""
     name, tokenizer, size = target.spec.name, getattr(target, "tokenizer", None), target.spec.vocabulary
     if tokenizer is None:
         raise ConfigError(f"target {name!r} has no tokenizer, which a grammar needs; load the target by name or folder")
     if not target.ends:
         raise ConfigError(
-            f"target {name!r} has no end token, without which a text of a grammar can't end; set eos_token_id in its "
-            "config"
+            f"target {name!r} has no end token, and a grammar needs one to end; set eos_token_id in its config"
         )
     matcher_of = _matcher()
     from llguidance.hf import from_tokenizer
 
     try:
-        # a tokenizer may know more tokens than the target has rows for, or fewer
+        # a tokenizer may have more tokens than the target, or fewer
         vocabulary = from_tokenizer(tokenizer, n_vocab=max(size, len(tokenizer)), eos_token=sorted(target.ends))
     except Exception as error:  # of a Rust library: no narrower type is promised
         raise ConfigError(
@@ -174,14 +172,14 @@ _BITS = (torch.arange(256)[:, None] >> torch.arange(8)) & 1 == 1
 
 
 class _Walk:
-    """A matcher that has read the committed text and the last path; it rolls back only as far as it must.
+    """A matcher that has read the committed text and the last path; it rolls back only as far as needed.
 
-    It is `Rules` too: the first one of a grammar reads nothing itself and is copied for every request.
+    It is also `Rules`: the first one of a grammar reads nothing, and is copied for every request.
     """
 
     def __init__(self, matcher: Any, vocabulary: int, grammar: Grammar):
         self.matcher, self.vocabulary, self.grammar = matcher, vocabulary, grammar
-        self.ahead: list[int] = []
+        self._path: list[int] = []
         self.is_lost = False
 
     def start(self) -> Automaton:
@@ -189,7 +187,7 @@ class _Walk:
 
     def push(self, tokens: Sequence[int]) -> None:
         self.is_lost = not self._go(tuple(tokens)) or self.is_lost
-        self.ahead = []
+        self._path = []
 
     def allowed(self, path: tuple[int, ...]) -> Tensor:
         if self.is_lost or not self._go(path):
@@ -199,14 +197,14 @@ class _Walk:
         return _BITS.index_select(0, torch.frombuffer(bits, dtype=torch.uint8).int()).flatten()[: self.vocabulary]
 
     def _go(self, path: tuple[int, ...]) -> bool:
-        """Read this path and nothing else; False where it leaves the grammar."""
-        common = len([*takewhile(lambda pair: pair[0] == pair[1], zip(self.ahead, path, strict=False))])
-        if common < len(self.ahead):
-            self.matcher.rollback(len(self.ahead) - common)
-        went = common + self.matcher.try_consume_tokens(list(path[common:]))
+        """Move to this path after the committed text; returns whether the grammar allows it."""
+        common = len([*takewhile(lambda pair: pair[0] == pair[1], zip(self._path, path, strict=False))])
+        if common < len(self._path):
+            self.matcher.rollback(len(self._path) - common)
+        length = common + self.matcher.try_consume_tokens(list(path[common:]))
         self._refuse_errors()
-        self.ahead = list(path[:went])
-        return went == len(path)
+        self._path = list(path[:length])
+        return length == len(path)
 
     def _refuse_errors(self) -> None:
         if self.matcher.is_error():

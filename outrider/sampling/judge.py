@@ -1,4 +1,5 @@
-"""The full judge: every node on its own prefix, by all settings of a request; text, stop strings, log probabilities.
+"""The full judge: evaluates every node on its own prefix with all settings of a request; text, stop strings, log
+probabilities.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -18,10 +19,9 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose, Streams
 from outrider.decoding.state import DecodeState, Judge, Request, Scores, likeliest
 from outrider.errors import ConfigError, TargetError
-from outrider.sampling import logprobs
 from outrider.sampling.distribution import Settings, distribution, log_probs
 from outrider.sampling.fast import accept_chain, accept_greedy
-from outrider.sampling.logprobs import TokenLogprob
+from outrider.sampling.logprobs import TokenLogprob, token_logprobs
 from outrider.sampling.prefix import Prefix, processed, pruned
 from outrider.sampling.text import TextStream
 
@@ -29,41 +29,41 @@ NO_ERRORS: Mapping[int, Exception] = {}
 
 
 class AcceptanceKernels(Protocol):
-    """A device's own way to accept and to draw, for requests that set a temperature at most."""
+    """A device's kernels for accepting and drawing, for requests that set nothing but a temperature."""
 
     def accept(self, draft: Draft, logits: Tensor, temperature: Tensor, streams: Streams) -> Tensor:
         """The acceptance rule for logits [B, N+1, V].  [B, N+4] int64: path and padding, its length, the next token,
         invalid nodes, and whether all logits are finite."""
 
     def accept_greedy(self, draft: Draft, logits: Tensor, choice: Tensor | None) -> Tensor:
-        """As `accept`, of greedy slots."""
+        """Like `accept`, for greedy slots."""
 
     def sample(self, logits: Tensor, temperature: Tensor, streams: Streams, depth: int) -> tuple[Tensor, Tensor]:
-        """As `Judge.drawn`."""
+        """Like `Judge.drawn`."""
 
 
 class SamplingJudge(Judge):
-    """Judges by `rule`, or by the acceptance rule and its fast paths without one."""
+    """Accepts by `rule`, or by the standard acceptance rule and its fast paths if it is None."""
 
     def __init__(self, rule: Rule | None = None):
         self.rule = rule
         self.kernels: AcceptanceKernels | None = None
-        """Those of the target's device; None where there are none."""
+        """Of the target's device; None if it has none."""
         self.serves: Callable[[], DecodeState | None] | None = None
-        """Weak reference to the batch whose texts it holds; None before the first."""
+        """Weak reference to the batch that it serves; None before the first."""
         self.logprobs: dict[int, list[TokenLogprob]] = {}
-        """By slot: log probabilities of the committed tokens, where the request asks for them."""
+        """By slot: log probabilities of the committed tokens, if the request asks for them."""
         self._prefixes: dict[int, Prefix] = {}
         self._texts: dict[int, TextStream] = {}
         self._logits = torch.empty(0)
         """[B, N+1, V] of the last pass, after penalties, bans and processors."""
         self._are_numbers = False
-        """Whether the pass has checked them for NaN and found none."""
+        """Whether they are known to be without NaN."""
         self.select({}, [], torch.device("cpu"))
 
     def admit(self, row: int, request: Request, ends: frozenset[int], device: torch.device) -> None:
         """Raises ConfigError for stop strings of a request without a detokenizer."""
-        self.free(row)  # left over where this judge served before
+        self.free(row)  # left over from an earlier batch
         self.logprobs[row] = []
         if request.detokenizer is not None or request.stop:
             self._texts[row] = TextStream(
@@ -84,7 +84,7 @@ class SamplingJudge(Judge):
         self.prefixes = [(b, self._prefixes[row]) for b, row in enumerate(rows) if row in self._prefixes]
         """Index in the batch and prefix of each live slot whose logits depend on earlier tokens; none by default."""
         self.banning = [(b, prefix) for b, prefix in self.prefixes if prefix.sampling.bans]
-        """Those that make tokens impossible."""
+        """The prefixes that make tokens impossible."""
         self.bans = bool(self.banning)
 
     def distribution(self, logits: Tensor) -> Tensor:
@@ -96,10 +96,9 @@ class SamplingJudge(Judge):
         return self.kernels.sample(logits, self.temperature, streams, depth)
 
     def masked(self, logits: Tensor, drafted: Sequence[Tensor] = ()) -> Tensor:
-        """Logits masked as the target's are, by bad words, minimum length and grammar; a draw from the result has it as
-        q.
+        """Logits masked like the target's, by bad words, minimum length and grammar; q of a draw is their softmax.
 
-        Returns the same tensor where no slot bans anything.
+        Returns the same tensor if no slot bans anything.
         """
         if not self.bans:
             return logits
@@ -107,7 +106,7 @@ class SamplingJudge(Judge):
         out = logits.clone()
         for b, prefix in self.banning:
             possible = prefix.possible(tuple(paths[b]), logits.shape[-1])
-            if possible.any():  # nothing may follow an impossible token, and a row of -inf is not a distribution
+            if possible.any():  # a row of -inf is not a distribution; nothing may follow an impossible token
                 out[b].masked_fill_(~possible.to(out.device), -torch.inf)
         return out
 
@@ -144,8 +143,8 @@ class SamplingJudge(Judge):
         return (self.rule or accept_chain)(draft, self.distribution(logits), streams)
 
     def _by_kernels(self, draft: Draft, state: DecodeState) -> Accepted | None:
-        """What the device's kernels accept; None where there are none, or rule, settings or numbers are not for
-        them, nor greedy slots: outside a captured step torch's maximum and a walk on the host take at most half the
+        """What the device's kernels accept; None if they don't support the rule, the settings or the logits.  Greedy
+        slots don't use them: outside a captured step, torch's argmax and a walk on the host take at most half the
         time."""
         if self.kernels is None or self.rule is not None or self.settings.has_cuts or self.temperature is None:
             return None
@@ -154,7 +153,7 @@ class SamplingJudge(Judge):
         return Accepted.read([row[:-1] for row in rows]) if self._are_numbers else None
 
     def text(self, row: int) -> str:
-        """What became final of this slot's text since this was last asked; "" where the request has no detokenizer."""
+        """This slot's text that has become final since the last call; "" if the request has no detokenizer."""
         return self._texts[row].take() if row in self._texts else ""
 
     def take_output(self, row: int, count: int, takes_text: bool) -> tuple[str, tuple[TokenLogprob, ...]]:
@@ -170,7 +169,7 @@ class SamplingJudge(Judge):
         return count, is_stopped
 
     def observe(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> Mapping[int, Exception]:
-        """Returns TargetError or ConfigError where a token was committed by logits that are NaN, infinite or all
+        """By slot, a TargetError or ConfigError if a token was chosen by logits that are NaN, infinite or all
         impossible."""
         errors = self._wrong_numbers(accepted, texts, scores)
         for b, (row, request) in enumerate(self._requests):
@@ -180,11 +179,11 @@ class SamplingJudge(Judge):
                 # at temperature 0, where the distribution is one-hot, the softmax of the logits
                 is_cold = request.sampling.temperature == 0
                 scored = log_probs(logits) if is_cold else distribution(logits, self.settings.of_slots(one)).log()
-                self.logprobs[row] += logprobs.read(scored[0], texts[b][-len(rows) :], request.sampling.logprobs)
+                self.logprobs[row] += token_logprobs(scored[0], texts[b][-len(rows) :], request.sampling.logprobs)
         return errors
 
     def _wrong_numbers(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> Mapping[int, Exception]:
-        """Checks the largest logit of every row, which is NaN where any is."""
+        """Checks the largest logit of every row, which is NaN if any logit is."""
         if self._are_numbers:
             return NO_ERRORS
         best = self._logits.amax(-1)
@@ -192,7 +191,7 @@ class SamplingJudge(Judge):
             return NO_ERRORS
         errors: dict[int, Exception] = {}
         for b, ((row, request), text) in enumerate(zip(self._requests, texts, strict=True)):
-            rows = _emitting_rows(accepted, b)  # rows after a rejected token may be anything
+            rows = _emitting_rows(accepted, b)  # the other rows don't matter
             wrong = next((at for at in rows if not math.isfinite(best[b, at])), None)
             if wrong is not None:
                 where = f"after {len(text) - len(rows)} or more tokens"
@@ -203,7 +202,7 @@ class SamplingJudge(Judge):
 
 
 def error_of(value: float, is_target_finite: bool, request: Request, where: str) -> Exception:
-    """Why a row whose largest logit is `value` can't give a token."""
+    """The error for a row whose largest logit is `value`."""
     if value == -math.inf and request.sampling.forbids:
         return ConfigError(
             f"{where} bad_words, min_new_tokens, grammar or a processor leave no token possible; let at least one "

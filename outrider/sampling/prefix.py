@@ -1,10 +1,10 @@
-"""Every node is judged on its own prefix: logits depend on the tokens before them, row by row of a drafted block.
+"""Settings that depend on the prefix, applied to every row of a drafted block separately.
 
 A row's prefix is the prompt, the committed tokens, and the drafted tokens down to its node.  One penalty vector for all
-rows of a block would be cheaper, but not the target's distribution.  In this order: logit bias, repetition penalty
-(prompt and output, as transformers), frequency and presence penalty (output alone, as OpenAI and vLLM), bad words, end
-tokens before `min_new_tokens`, the grammar, the request's processors.  Settings that do not depend on a prefix follow
-in `sampling.distribution`.
+rows of a block would be cheaper, but would not be the target's distribution.  The order is: logit bias, repetition
+penalty (prompt and output, as in transformers), frequency and presence penalty (output only, as in OpenAI's API and
+vLLM), bad words, end tokens before `min_new_tokens`, the grammar, the request's processors.  Settings that do not
+depend on a prefix follow in `sampling.distribution`.
 
 B live slots, N drafted nodes, V vocabulary; a row of a slot is 0 for the anchor, n + 1 for node n.
 """
@@ -38,7 +38,7 @@ class Prefix:
         self.penalties = Penalties(sampling, prompt, device) if sampling.penalises else None
         self._single = {word[0] for word in sampling.bad_words if len(word) == 1}
         self._words: dict[int, list[Path]] = {}
-        """Bad words of several tokens, by the token before the last."""
+        """Bad words of several tokens, by their second-last token."""
         for word in sampling.bad_words:
             if len(word) > 1:
                 self._words.setdefault(word[-2], []).append(word)
@@ -48,10 +48,10 @@ class Prefix:
         """Added to the logits of `biased` after any prefix; -inf for bad words of one token."""
         self.automaton = None if sampling.grammar is None else sampling.grammar.start()
         self._possible: dict[Path, Tensor] = {}
-        """Results of `possible` since the last commit: drafter, pruning and judge ask for the same paths."""
+        """Results of `possible` since the last commit: drafter, pruning and judge use the same paths."""
 
     def push(self, tokens: Sequence[int]) -> None:
-        """Take note of tokens that were committed."""
+        """Append committed tokens."""
         self.tokens += tokens
         self._possible.clear()
         if self.automaton is not None:
@@ -60,7 +60,7 @@ class Prefix:
             self.penalties.push(tokens)
 
     def possible(self, path: Path, vocabulary: int) -> Tensor:
-        """Which tokens may follow this path by bad words, minimum length and grammar: [V] bool on the CPU,
+        """The tokens that may follow this path by bad words, minimum length and grammar: [V] bool on the CPU,
         read-only."""
         if path not in self._possible:
             mask = torch.ones(vocabulary, dtype=torch.bool) if self.automaton is None else self.automaton.allowed(path)
@@ -70,13 +70,13 @@ class Prefix:
         return self._possible[path]
 
     def permits(self, path: Path, token: int, vocabulary: int) -> bool:
-        """Whether `possible` has this token; without a grammar no mask is made."""
+        """Whether this token is `possible`; builds no mask without a grammar."""
         if self.automaton is not None:
             return bool(self.possible(path, vocabulary)[token])
         return token not in self._single and token not in self.forbidden(path, vocabulary)
 
     def forbidden(self, path: Path, vocabulary: int) -> list[int]:
-        """Tokens that can't follow this path: the last token of bad words, and end tokens that come too early."""
+        """Tokens that can't follow this path: the last token of bad words, and premature end tokens."""
         words = self._words.get(path[-1] if path else self.tokens[-1], ()) if self._words else ()
         forbidden_ids = [word[-1] for word in words if self._ends_with(path, word[:-1])]
         if len(self.tokens) - self.start + len(path) < self.sampling.min_new_tokens:
@@ -95,7 +95,7 @@ class Penalties:
         self.output: Counter[int] = Counter()
         self._place = {token: n for n, token in enumerate(dict.fromkeys(prompt))}
         self.ids = torch.tensor(list(self._place), dtype=torch.int64, device=device)
-        """[U] every token once."""
+        """[U] the distinct tokens."""
         self.times = torch.zeros_like(self.ids)
         """[U] how often each occurs in the output."""
 
@@ -110,14 +110,14 @@ class Penalties:
 
 
 Row = tuple[int, Prefix, int, Path]
-"""A row that can be reached: its slot's index and prefix, its number there, the drafted tokens down to it."""
+"""A reachable row: the index and prefix of its slot, its number in the slot, the drafted tokens down to it."""
 
 
 def processed(logits: Tensor, draft: Draft, prefixes: Sequence[tuple[int, Prefix]]) -> Tensor:
     """Logits [B, N+1, V] after the settings of every row's own prefix, in one copy; the same tensor without such slots.
 
-    prefixes: index in the batch and prefix of each such slot.  Rows that can't be reached are processed only in part,
-    and processors are not called for them.
+    prefixes: index in the batch and prefix of each such slot.  Unreachable rows are processed only partly, without
+    calling processors.
     """
     if not prefixes:
         return logits
@@ -126,7 +126,7 @@ def processed(logits: Tensor, draft: Draft, prefixes: Sequence[tuple[int, Prefix
     for b, prefix in prefixes:
         rows.append((b, prefix, 0, ()))
         for n, path, may_stay in _reached(draft, b, prefix, out.shape[-1]):
-            # after a token outside the grammar nothing may follow: a row of -inf would become NaN
+            # nothing may follow a token outside the grammar: its row would be all -inf and become NaN
             if path is not None and (may_stay or prefix.automaton is None):
                 rows.append((b, prefix, n + 1, path))
     _add_bias(out, prefixes)
@@ -137,13 +137,13 @@ def processed(logits: Tensor, draft: Draft, prefixes: Sequence[tuple[int, Prefix
 
 
 def pruned(draft: Draft, banning: Sequence[tuple[int, Prefix]], seeded: Tensor | None, vocabulary: int) -> Draft:
-    """The draft without nodes that can't be accepted; the same one where no slot bans anything.
+    """The draft without nodes that can't be accepted; the same one if no slot bans anything.
 
-    Impossible tokens are one outside the grammar, the last of a bad word, and an end token that comes too early.  Nodes
-    under them, or under any end token, are never reached and are removed.  The impossible node itself is removed where
-    it is deterministic.  A drawn one stays as the last of its branch: its sure rejection turns p into the residual;
-    without it the next token would come from p, though it was drawn from q already (a total variation of 0.24 in the
-    tests).
+    Impossible tokens are those outside the grammar, the last token of a bad word, and premature end tokens.  Nodes
+    below them, or below any end token, can't be reached and are removed.  An impossible node itself is removed if it is
+    deterministic.  A drawn one stays as the last of its branch: its certain rejection turns p into the residual;
+    without it the next token would come from p although a token was already drawn from q (a total variation of 0.24 in
+    the tests).
 
     banning: index in the batch and prefix of each slot that bans.  seeded [B] bool: slots whose every node is
     deterministic.
@@ -161,8 +161,8 @@ def pruned(draft: Draft, banning: Sequence[tuple[int, Prefix]], seeded: Tensor |
 
 
 def _reached(draft: Draft, b: int, prefix: Prefix, vocabulary: int) -> Iterator[tuple[int, Path | None, bool]]:
-    """One slot's nodes that are not under an impossible or end token, parents first: number, the tokens down to it, and
-    whether it may stay.  An id outside the vocabulary has None and may stay: the acceptance rule counts it."""
+    """One slot's nodes that are not below an impossible or end token, parents first: number, the tokens down to it, and
+    whether it may stay.  An id outside the vocabulary has no path and may stay: the acceptance rule counts it."""
     paths: dict[int, Path] = {-1: ()}
     for n, token in enumerate(draft.ids[b][: draft.live[b]]):
         above = paths.get(draft.tree[b][n])
@@ -199,7 +199,7 @@ def _add_bias(out: Tensor, prefixes: Sequence[tuple[int, Prefix]]) -> None:
 
 
 def _penalise(out: Tensor, penalties: dict[int, Penalties], rows: list[Row]) -> None:
-    """Sparse: the tokens of each text once for all its rows, then those of each path, with that row's own counts."""
+    """Sparse: the tokens of each text once for all its rows, then those of each path with the counts of its row."""
     if not penalties:
         return
     where, ids = _joined([(b, penalty.ids) for b, penalty in penalties.items()])
@@ -226,7 +226,7 @@ def _penalised(scores: Tensor, times: Tensor, strength: Tensor) -> Tensor:
 
 
 def _ban(out: Tensor, rows: list[Row]) -> None:
-    """-inf for tokens forbidden by bad words of several tokens, the minimum length or the grammar."""
+    """Sets tokens to -inf that bad words of several tokens, the minimum length or the grammar forbid."""
     entries = [(b, row, token) for b, prefix, row, path in rows for token in prefix.forbidden(path, out.shape[-1])]
     if entries:
         b, at, token = torch.tensor(entries, device=out.device).unbind(-1)
@@ -239,7 +239,7 @@ def _ban(out: Tensor, rows: list[Row]) -> None:
 
 
 def _call_processors(out: Tensor, draft: Draft, rows: list[Row]) -> None:
-    """Call processors for each row on its own prefix, parents first; not after an impossible token."""
+    """Call the processors for each row on its prefix, parents first; not after an impossible token."""
     for b, prefix, row, path in rows:
         processors = prefix.sampling.processors
         if not processors or (path and float(out[b, draft.tree[b][row - 1] + 1, path[-1]]) == -torch.inf):
@@ -250,7 +250,7 @@ def _call_processors(out: Tensor, draft: Draft, rows: list[Row]) -> None:
             scores = processor(text, scores)
             if scores.shape != out[b, row : row + 1].shape:
                 raise ConfigError(
-                    f"processor {processor!r} returned scores of shape {tuple(scores.shape)}; wanted (1, "
-                    f"{out.shape[-1]})"
+                    f"processor {processor!r} returned scores of shape {tuple(scores.shape)}; expected "
+                    f"(1, {out.shape[-1]})"
                 )
         out[b, row] = scores[0]

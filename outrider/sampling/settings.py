@@ -1,7 +1,7 @@
-"""How a request wants its tokens drawn.
+"""Sampling settings of a request.
 
 Settings that depend on the text before a token are applied first, in the order of `prefix`, then those of
-`distribution`. This is the order of transformers, which has no frequency and presence penalty.
+`distribution`.  This is the order of transformers, which has no frequency and presence penalty.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from outrider.sampling.grammar import Rules
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """(input_ids [1, n], scores [1, V]) to scores [1, V], as transformers' LogitsProcessor.  It must depend on its
-arguments alone: it is called once for every path of a draft, and again after a rejection."""
+arguments alone, since it is called once for every path of a draft, and again after a rejection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a request wants its tokens drawn.  The default is greedy; greedy with any other setting is the argmax after
-    it."""
+    """Sampling settings of a request.  The default is greedy; temperature 0 with other settings is the argmax after
+    them."""
 
     temperature: float = 0.0
     """Logits are divided by this; 0 is greedy."""
@@ -36,9 +36,9 @@ class Sampling:
     top_p: float = 1.0
     """Keep the fewest most likely tokens whose probabilities sum to this; 1 keeps all."""
     seed: int | None = None
-    """Same seed, same text, with any drafter; None draws a new seed and accepts more of a sampled draft."""
+    """The same seed gives the same text with any drafter; None draws a new seed and accepts more of a sampled draft."""
     min_p: float = 0.0
-    """Keep tokens whose probability is at least this share of the likeliest token's; 0 keeps all."""
+    """Keep tokens whose probability is at least this share of the most likely token's; 0 keeps all."""
     typical_p: float = 1.0
     """Keep the tokens whose surprise is nearest to the entropy, until their probabilities sum to this; 1 keeps all."""
     repetition_penalty: float = 1.0
@@ -48,17 +48,17 @@ class Sampling:
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit once per occurrence in the output."""
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    """Token id to what is added to its logit; stored as sorted (id, bias)."""
+    """Token id to the number that is added to its logit; stored as sorted (id, bias) pairs."""
     bad_words: Sequence[tuple[int, ...]] = ()
     """Sequences of token ids that are never completed in the output; they may begin in the prompt."""
     min_new_tokens: int = 0
-    """End tokens are impossible before this many tokens; stop strings are not."""
+    """End tokens are forbidden before this many tokens; stop strings are not."""
     logprobs: int | None = None
-    """Report log probabilities of emitted tokens, and of this many likeliest at each position; None reports none."""
+    """Report log probabilities of the tokens, and of this many most likely ones at each position; None reports none."""
     processors: Sequence[Processor] = ()
     """Functions that change logits, called in order on each node's own prefix."""
     grammar: Rules | None = None
-    """Form of the output: `Grammar.json(schema)`, `Grammar.regex(pattern)` or `Grammar.lark(text)`."""
+    """Grammar of the output: `Grammar.json(schema)`, `Grammar.regex(pattern)` or `Grammar.lark(text)`."""
 
     def __post_init__(self) -> None:
         for name, (read, is_right, requirement) in NUMBERS.items():
@@ -86,7 +86,7 @@ class Sampling:
                     f"logit_bias must be a finite number, got {value} for token {token}; bad_words forbids a token"
                 )
         if not all(words):
-            raise ConfigError("bad_words holds an empty sequence; leave it out")
+            raise ConfigError("bad_words has an empty sequence; leave it out")
         if self.grammar is not None and not callable(getattr(self.grammar, "start", None)):
             grammars = "Grammar.json(schema), Grammar.regex(pattern) or Grammar.lark(text)"
             raise ConfigError(f"grammar must be a grammar, got {self.grammar!r}; give {grammars}")
@@ -101,26 +101,26 @@ class Sampling:
 
     @property
     def penalises(self) -> bool:
-        """A penalty depends on the tokens so far."""
+        """Whether there is a penalty."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @property
     def is_processed(self) -> bool:
-        """Logits change before the draw, depending on the tokens before."""
+        """Whether logits are changed before the draw, depending on the earlier tokens."""
         return bool(self.penalises or self.logit_bias or self.forbids)
 
     @property
     def forbids(self) -> bool:
-        """Whether some tokens may become impossible because of the tokens before them."""
+        """Whether tokens may become impossible because of earlier tokens."""
         return bool(self.bans or self.processors)
 
     @property
     def bans(self) -> bool:
-        """Whether some tokens are impossible whatever their logits are."""
+        """Whether tokens may be impossible regardless of their logits."""
         return bool(self.bad_words or self.min_new_tokens or self.grammar is not None)
 
     def check(self, vocabulary: int) -> None:
-        """Raises ConfigError for token ids outside this vocabulary, and for bans that leave no token."""
+        """Raises ConfigError for token ids outside this vocabulary, and for bad words that leave no token."""
         ids = [token for token, _ in self.biases] + [token for word in self.bad_words for token in word]
         wrong = sorted({token for token in ids if not 0 <= token < vocabulary})
         if wrong:
@@ -134,7 +134,7 @@ class Sampling:
 
 @contextmanager
 def _of_form(name: str, value: Any, expected: str) -> Iterator[None]:
-    """A TypeError from inside becomes a ConfigError that says what was given and what is wanted."""
+    """A TypeError becomes a ConfigError that says what was given and what is expected."""
     try:
         yield
     except TypeError as error:
@@ -142,14 +142,15 @@ def _of_form(name: str, value: Any, expected: str) -> Iterator[None]:
 
 
 def whole(name: str, value: Any) -> int:
-    """`value` as an int.  Raises ConfigError where it is not a whole number; True is not one."""
+    """`value` as an int.  Raises ConfigError if it is not a whole number; True is not one."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ConfigError(f"{name} must be a whole number, got {value!r}")
     return int(value)
 
 
 def _real(name: str, value: Any) -> float:
-    """`value` as a float that is finite in float32, in which most distributions are computed; the caller checks NaN."""
+    """`value` as a float within the range of float32, in which most distributions are computed; infinity and NaN pass,
+    and are checked by the caller."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ConfigError(f"{name} must be a number, got {value!r}")
     most = torch.finfo(torch.float32).max
@@ -171,4 +172,4 @@ NUMBERS: Mapping[str, tuple[Callable[[str, Any], float], Callable[[float], bool]
     "min_new_tokens": (whole, lambda x: x >= 0, "must be at least 0 (0 lets a text end at once)"),
     "logprobs": (whole, lambda x: x >= 0, "must be at least 0 (0 reports the emitted tokens alone, None nothing)"),
 }
-"""By setting: how it is read, what must hold of it, and that in words; NaN is in no range."""
+"""By setting: its parser, its condition, and the condition in words; NaN fails every condition."""

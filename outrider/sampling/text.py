@@ -1,16 +1,16 @@
-"""Tokens to text as they arrive: text is given out when no later token can change it and it begins no stop string.
+"""Incremental detokenization: text is released when no later token can change it and it can't begin a stop string.
 
-Joined, the pieces equal the text of all tokens decoded at once.  Only a window of tokens is decoded.  That is safe
-where the tokenizer is *local*: its text of X Y is the text of X up to X's last final character, followed by text that
-depends on Y and the end of X alone.  `Detokenizer` names what is not final:
+Joined, the pieces equal the text of all tokens decoded at once.  Only a window of tokens is decoded.  That is safe if
+the tokenizer is *local*: its text of X Y is the text of X up to X's last final character, followed by text that depends
+only on Y and the end of X.  `Detokenizer` says what is not final:
 
 - the last U+FFFD, which may be half a character whose rest follows;
-- a run of byte tokens (byte fallback: Llama 2, Mistral).  A run is text only as a whole: one more byte can turn all of
+- a run of byte tokens (byte fallback: Llama 2, Mistral).  A run has text only as a whole: one more byte can turn all of
   it into U+FFFD.  So a run is held back until the token that ends it, and no window begins inside an open run;
 - letters and spaces that the clean-up of spaces may still change (`loose`).
 
 The tokens that stay in a window have at least four final characters.  So no token after them is the first of its text,
-at least four bytes precede what is decoded again (no UTF-8 character has more), and no clean-up reaches across.
+at least four bytes precede what is decoded again (the most that a UTF-8 character has), and no clean-up reaches across.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from typing import Any, NamedTuple
 from outrider.errors import ConfigError
 
 WINDOW = 32
-"""Most tokens decoded at once, where the text can be cut."""
+"""Most tokens decoded at once, if the text can be cut."""
 CONTEXT = 16
-"""Tokens that stay in the window when older ones leave; 16 bytes of any kind make four final characters."""
+"""Tokens that stay in the window when older ones leave; any 16 bytes have four final characters."""
 MIN_FINAL = 4
 """Fewest final characters of the tokens that stay."""
 
 
 def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many items two texts have in common from the first on."""
+    """Length of the common prefix of two texts."""
     shorter = min(len(one), len(other))
     near = max(0, shorter - 64)
-    begin = near if one[:near] == other[:near] else 0  # texts mostly differ near their end
+    begin = near if one[:near] == other[:near] else 0  # most texts differ near their end
     return next((n for n in range(begin, shorter) if one[n] != other[n]), shorter)
 
 
@@ -42,54 +42,53 @@ def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
 class Detokenizer:
     """How token ids become text, and which text later tokens may change.
 
-    By default nothing is known about `decode`: texts are decoded whole and given out at their end.
+    By default nothing is assumed about `decode`: texts are decoded as a whole and released at their end.
     """
 
     decode: Callable[[Sequence[int]], str]
     is_local: bool = False
-    """Later tokens change only what the fields below name, and the last U+FFFD."""
+    """Later tokens change only what the fields below describe, and the last U+FFFD."""
     byte_tokens: Mapping[int, int] = field(default_factory=dict)
-    """Id to byte, of the tokens whose runs are text only as a whole."""
+    """Id to byte, for tokens whose runs have text only as a whole."""
     skipped: Mapping[int, str] = field(default_factory=dict)
     """Ids that `decode` leaves out, and their names; "" for one without a name."""
     loose: str = ""
     """Characters at the end of a text that may still change or disappear."""
 
     def final(self, text: str) -> str:
-        """The part of a text that later tokens don't change, where no run of byte tokens is open."""
+        """The part of a text that later tokens don't change, if no run of byte tokens is open."""
         return text.removesuffix("\ufffd").rstrip(self.loose)
 
 
 class Pushed(NamedTuple):
-    """What some tokens added to a text."""
+    """What tokens added to a text."""
 
     text: str
-    """What has become final, up to the first stop string."""
+    """Text that has become final, up to the first stop string."""
     tokens: int
     """How many of the tokens belong to the text: all, or those up to the one that completed a stop string."""
     is_stopped: bool = False
 
 
 def with_stops(detokenizer: Detokenizer | None, stops: Sequence[str]) -> Detokenizer:
-    """Returns the detokenizer.  Raises ConfigError for a missing one.
+    """Returns the detokenizer.  Raises ConfigError if it is None.
 
-    A stop string that is a special token ends a text at that token.  One that holds a special token among other text
-    can never match, since a text has no special tokens; it is passed over, as transformers does.
+    A stop string that is a special token ends a text at that token.  One that contains a special token among other text
+    never matches, since a text has no special tokens; it is ignored, as in transformers.
     """
     if detokenizer is None:
         raise ConfigError(
             f"stop strings {list(stops)} need a tokenizer, and this target was loaded without one; load the target by "
-            f"a "
-            "name or folder that has one, or leave the stop strings out"
+            "a name or folder that has one, or leave the stop strings out"
         )
     return detokenizer
 
 
 class TextStream:
-    """The text of one request, token by token; ends it at the first stop string."""
+    """The text of one request, token by token, up to the first stop string."""
 
     def __init__(self, detokenizer: Detokenizer | None, stops: Sequence[str] = (), before: Sequence[int] = ()):
-        """before: the tokens that the text continues; a space between both belongs to it, where decoding a text drops
+        """before: the tokens that the text continues; a space between them belongs to the text, if decoding would drop
         its first space.
 
         Raises ConfigError for stop strings without a detokenizer.
@@ -99,24 +98,24 @@ class TextStream:
         self._ends = {token for token, name in self._detokenizer.skipped.items() if name and name in stops}
         """Special tokens that are stop strings."""
         self._window: list[int] = []
-        """The tokens that are decoded together: some whose text is final, and all after them."""
+        """The tokens that are decoded together: some with final text, and all after them."""
         self._run = bytearray()
         """The bytes of the open run of byte tokens at the end of the window."""
         self._read = 0
-        """Number of tokens of the window that were decoded; those of an open run are not."""
+        """Number of decoded tokens of the window; those of an open run are not decoded."""
         self._final_length = 0
-        """Number of final characters of the window's text: they are in `_held`, or were given out."""
+        """Number of final characters of the window's text: they are in `_held`, or were released."""
         self._rest = ""
         """Decoded text after them."""
         self._held = ""
-        """Final text that was not given out, since it may begin a stop string."""
+        """Final text that is held back, since it may begin a stop string."""
         self._end: str | None = None
-        """All that is left of a text that is over, until it is given out."""
+        """The rest of a text that is over, until it is released."""
         if before:
             self._begin(before)
 
     def _begin(self, before: Sequence[int]) -> None:
-        """Put the last tokens before the text into the window, as text that was given out."""
+        """Put the last tokens before the text into the window, as released text."""
         shown = [token for token in before if token not in self._detokenizer.skipped]
         # an open run of bytes is text by itself: what follows does not change it
         backwards = itertools.dropwhile(self._detokenizer.byte_tokens.__contains__, reversed(shown))
@@ -126,7 +125,7 @@ class TextStream:
             context = shown  # whole, so that no token after it is the first of its text
         text = self._detokenizer.decode(context)
         if len(earlier) == len(shown):
-            text = text.removesuffix("\ufffd")  # half a character at the end is the text's to complete
+            text = text.removesuffix("\ufffd")  # the text may complete half a character
         self._window, self._read, self._final_length = context, len(context), len(text)
 
     def push(self, tokens: Sequence[int], is_last: bool = False) -> Pushed:
@@ -154,7 +153,7 @@ class TextStream:
         return len(tokens), False
 
     def take(self) -> str:
-        """Text that has become final since this was last asked; all the rest of one that is over."""
+        """Text that has become final since the last call; all of the rest if the text is over."""
         if self._end is not None:
             text, self._end, self._held = self._end, "", ""
             return text
@@ -175,7 +174,7 @@ class TextStream:
             self._run.clear()
 
     def _find_stop(self) -> int:
-        """Where the first stop string begins in the text not given out yet; -1 for none."""
+        """Where the first stop string begins in the unreleased text; -1 for none."""
         self._decode_window()
         # A run may be long and is decoded once, when it is closed.  Until then its bytes show whether a stop is
         # possible.
@@ -183,7 +182,7 @@ class TextStream:
         return _first(self._stops, self._left()) if position >= 0 and self._run else position
 
     def _left(self) -> str:
-        """All text that was not given out yet."""
+        """All unreleased text."""
         self._decode_window()
         if not self._run:
             return self._held + self._rest
@@ -197,14 +196,14 @@ class TextStream:
         text = self._detokenizer.decode(self._window[:closed])
         final = self._detokenizer.final(text) if self._detokenizer.is_local else ""
         self._held += final[self._final_length :]
-        # what was shown before this text may not be final
+        # what was released before this text may not be final
         self._read, self._final_length = closed, max(self._final_length, len(final))
         self._rest = text[self._final_length :]
         if closed > WINDOW and not self._run and self._detokenizer.is_local:
             self._forget()
 
     def _forget(self) -> None:
-        """Drop old tokens, where later text depends only on those that stay."""
+        """Drop old tokens, if later text depends only on those that stay."""
         context = self._window[-CONTEXT:]
         final = self._detokenizer.final(self._detokenizer.decode(context))
         if len(final) >= MIN_FINAL:
@@ -212,7 +211,7 @@ class TextStream:
 
 
 def _text_of_run(run: bytearray) -> str:
-    """A run of byte tokens as decoders with byte fallback write it: UTF-8, or U+FFFD for each of its bytes."""
+    """A run of byte tokens as decoders with byte fallback decode it: UTF-8, or U+FFFD for each byte."""
     try:
         return run.decode()
     except UnicodeDecodeError:

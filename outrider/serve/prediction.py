@@ -1,12 +1,11 @@
-"""A request may say what its answer is likely to repeat, such as the file that it asks to change: draft that first.
+"""Predicted outputs: drafts from a text that the request expects its answer to repeat, such as a file to be edited.
 
-The draft follows the prediction from its first token on, as long as the text does.  Where the text has left it, the end
-of the text is looked up in the prediction, as prompt lookup does (Saxena 2023): the longest match counts, and of equals
-the nearest to where the text left.  Where that gives nothing, and in slots without a prediction, another drafter is
-asked.
+The draft follows the prediction from its first token on, as long as the text does.  Once the text has diverged, its end
+is looked up in the prediction, as in prompt lookup (Saxena 2023): the longest match wins, and among equals the nearest
+to the divergence.  If there is no match, and in slots without a prediction, another drafter drafts.
 
-A slot's draft comes from one of the two.  The other drafter observes all that was committed: what the prediction
-drafted is to it what another member of an ensemble drafted, see `nn.drafting.ensemble`.
+A slot's draft comes from one of the two.  The other drafter observes everything that was committed: it sees the
+prediction's drafts as those of another member of an ensemble, see `nn.drafting.ensemble`.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from outrider.fast.static.step import StaticDrafter
 from outrider.nn.drafting.ensemble import Ensemble, EnsembleMemory
 
 PREDICTED = 8
-"""Most tokens of a prediction that are drafted in one step where there is no drafter."""
+"""Most tokens of a prediction drafted in one step if there is no other drafter."""
 INNER = 0  # the only member of the ensemble
 
 
 @dataclass(kw_only=True)
 class Memory(EnsembleMemory):
-    """The inner drafter's memory, and where the text of each slot with a prediction stands in it."""
+    """The inner drafter's memory, and the alignment of each slot that has a prediction."""
 
     alignments: dict[int, Alignment] = field(default_factory=dict)
 
@@ -41,9 +40,8 @@ class Memory(EnsembleMemory):
 class Predicted(Ensemble):
     """Drafts from a request's prediction, and otherwise with `drafter`, which may be None.
 
-    vocabulary: the target's, ids outside it are not drafted.  limit: most tokens of a prediction drafted in one step.
-    Where no live slot has a prediction, a step is the inner drafter's own.  Raises ConfigError for a drafter with a
-    probe.
+    vocabulary: the target's; ids outside it are not drafted.  limit: most tokens of a prediction drafted in one step.
+    If no live slot has a prediction, the inner drafter drafts alone.  Raises ConfigError for a drafter with a probe.
     """
 
     def __init__(self, drafter: Drafter | None, vocabulary: int, limit: int = 16):
@@ -56,25 +54,26 @@ class Predicted(Ensemble):
         return Memory(**vars(super().allocate(cache)))
 
     def static(self, memory: Memory, is_greedy: bool) -> StaticDrafter:
-        """The inner drafter's own: a request with a prediction has no whole steps."""
-        has_drafts = bool(self.inner.limit)
-        drafter: StaticDrafter = self.inner.static(memory.parts[INNER], is_greedy) if has_drafts else StaticDrafter()
+        """The inner drafter's: a request with a prediction does not use static steps."""
+        if not self.inner.limit:
+            return StaticDrafter()
+        drafter: StaticDrafter = self.inner.static(memory.parts[INNER], is_greedy)
         return drafter
 
     def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
         memory.drafts.clear()
         predicted = self._predicted(memory, state, budget)
         if not any(predicted):
-            return self._asked(memory, state, budget)
-        rest = [0 if tokens else most for tokens, most in zip(predicted, budget.tolist(), strict=True)]
-        rest_draft = Draft.checked(self._asked(memory, state, torch.tensor(rest)), len(rest)).first(torch.tensor(rest))
-        rest_draft = memory.drafts[INNER] = replace(rest_draft, origin=None)  # its nodes are numbered in their order
+            return self._inner_draft(memory, state, budget)
+        rest = torch.tensor([0 if tokens else most for tokens, most in zip(predicted, budget.tolist(), strict=True)])
+        inner = Draft.checked(self._inner_draft(memory, state, rest), len(rest)).first(rest)
+        inner = memory.drafts[INNER] = replace(inner, origin=None)  # its nodes are numbered in their order
         draft = Draft.chain(padded(predicted, 0, state.device), torch.tensor([len(tokens) for tokens in predicted]))
-        return self.join(memory, INNER, draft, rest_draft, budget, state.seeded)
+        return self.join(memory, INNER, draft, inner, budget, state.seeded)
 
     def observe(self, memory: Memory, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
         if not self.inner.limit:
-            return  # whatever it observes, it drafts nothing
+            return  # it drafts nothing
         if INNER in memory.drafts:
             self.tell(memory, state, draft, accepted, scores)
         else:
@@ -82,11 +81,11 @@ class Predicted(Ensemble):
 
     def free(self, memory: Any, rows: Sequence[int]) -> None:
         super().free(memory, rows)
-        memory.drafts.clear()  # of a step that did not end
+        memory.drafts.clear()  # left by an unfinished step
         for row in rows:
             memory.alignments.pop(row, None)
 
-    def _asked(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
+    def _inner_draft(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
         """The inner drafter's draft."""
         most = budget.clamp(max=self.inner.limit)
         if not max(most.tolist()):
@@ -94,7 +93,7 @@ class Predicted(Ensemble):
         return self.inner.propose(memory.parts[INNER], state, most)
 
     def _predicted(self, memory: Memory, state: DecodeState, budget: Tensor) -> list[list[int]]:
-        """What is drafted for each live slot from its prediction; nothing at all where no slot has one."""
+        """Each live slot's draft from its prediction; [] if no slot has a prediction."""
         requests = [state.requests[row] for row in state.rows]
         if not any(len(request.prediction) for request in requests):
             return []
@@ -112,34 +111,38 @@ class Predicted(Ensemble):
 
 
 class Alignment:
-    """Where a growing text stands in its prediction."""
+    """The position of a growing text in its prediction."""
 
     SHORTEST, LONGEST = 3, 32
-    """Tokens of the shortest match that counts, and of the longest that is looked for."""
+    """Fewest and most tokens of a match."""
     DOUBT = 2
-    """Tokens by which the shortest match grows after one that did not go on by a single token."""
+    """Tokens by which the minimum grows after a match that did not continue."""
     CANDIDATES = 64
     """Most matches that are compared."""
 
     def __init__(self, prediction: Sequence[int], begin: int):
-        """begin: tokens of the text before the prediction's first."""
+        """begin: tokens of the text before the prediction."""
         self.prediction = list(prediction)
         self.at: int | None = 0
-        """The prediction's token that is expected next; None where the text has left it."""
-        self._read, self._left, self._shortest = begin, 0, self.SHORTEST
-        """How much of the text was read; where it left the prediction; tokens of a match that counts."""
+        """Index of the next token in the prediction; None after the text has diverged."""
+        self._read = begin
+        """Tokens of the text read so far."""
+        self._left = 0
+        """Where the text diverged from the prediction."""
+        self._shortest = self.SHORTEST
+        """Fewest tokens of the next match."""
         self._goes_on = True
-        """Whether the last match went on by a token at least."""
+        """The last match continued by at least one token."""
         self._letters = ""
-        """The prediction as a string of one letter a token, which is searched quickly; made when first searched."""
+        """The prediction as a string with one letter per token, for fast search; built on first use."""
 
     def following(self, text: list[int], most: int) -> list[int]:
-        """The next tokens by the prediction, at most `most`; none where the text is not found in it."""
+        """The next tokens by the prediction, at most `most`; none without a match."""
         for token in text[self._read :]:
             self._follow(token)
         self._read = len(text)
         if self.at is None:
-            self.at = self._found(text)
+            self.at = self._match_end(text)
         return [] if self.at is None else self.prediction[self.at : self.at + most]
 
     def _follow(self, token: int) -> None:
@@ -151,8 +154,8 @@ class Alignment:
         self._shortest = self.SHORTEST if self._goes_on else min(self._shortest + self.DOUBT, self.LONGEST)
         self._left, self.at = self.at, None
 
-    def _found(self, text: list[int]) -> int | None:
-        """How much of the prediction ends as the text does."""
+    def _match_end(self, text: list[int]) -> int | None:
+        """The end of the best match of the text's end in the prediction."""
         if len(text) < self.SHORTEST:
             return None
         matches = [(self._match(text, end), -abs(end - self._left), end) for end in self._near(text)]
@@ -163,9 +166,10 @@ class Alignment:
         return end
 
     def _near(self, text: list[int]) -> list[int]:
-        """The ends of the shortest matches before the prediction's own end: those nearest to where the text left."""
+        """The ends of the shortest matches before the prediction's end, nearest to the divergence."""
         self._letters = self._letters or _letters(self.prediction[:-1])
-        pattern, ends = _letters(text[-self.SHORTEST :]), list[int]()
+        pattern = _letters(text[-self.SHORTEST :])
+        ends: list[int] = []
         left = at = max(0, self._left - self.SHORTEST)
         while (at := self._letters.find(pattern, at)) >= 0 and len(ends) < self.CANDIDATES // 2:
             ends.append(at + self.SHORTEST)
@@ -176,7 +180,7 @@ class Alignment:
         return ends
 
     def _match(self, text: list[int], end: int) -> int:
-        """How many last tokens of the text are those before `end` in the prediction, where the shortest match is."""
+        """Length of the match that ends at `end`, at least SHORTEST."""
         longest = min(self.LONGEST, len(text), end)
         size = self.SHORTEST
         while size < longest and text[-1 - size] == self.prediction[end - 1 - size]:
@@ -185,10 +189,10 @@ class Alignment:
 
 
 def _letters(tokens: Sequence[int]) -> str:
-    """One letter a token; ids beyond all letters, which no vocabulary has, share one."""
+    """One letter per token; ids beyond Unicode, which no vocabulary has, share one."""
     return "".join(chr(token if 0 <= token < sys.maxunicode else sys.maxunicode) for token in tokens)
 
 
 def with_predictions(drafter: Drafter, vocabulary: int) -> Drafter:
-    """The same drafter for requests that say what their answers repeat, too."""
+    """The drafter, extended to draft from predictions if it has no probe."""
     return drafter if drafter.probe_rows else Predicted(drafter, vocabulary, drafter.limit or PREDICTED)

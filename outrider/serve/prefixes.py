@@ -1,15 +1,15 @@
-"""Beginnings of prompts that several requests share, such as a system prompt or a chat so far, are computed once.
+"""The prefix cache: prefixes that several prompts share, such as a system prompt or a chat so far, are computed once.
 
-A beginning is stored in blocks of some tokens each: the keys and values of all layers, and what a drafter reads of the
-target's pass, its taps and hidden states.  A later prompt that begins with the same blocks gets them copied into its
-slot; its drafter is given them as if the target had just read them.
+A prefix is stored in blocks of tokens: the keys and values of all layers, and what a drafter reads of the target's
+pass, its taps and hidden states.  They are copied into the slot of a later prompt that begins with the same blocks, and
+passed to its drafter as if the target had just computed them.
 
-A block is found by the block before it and by its own token ids.  The ids themselves are compared, so that no hash can
-confuse two texts.  Blocks belong to a tenant: how long a prompt takes would tell others what was asked before.
+A block's key is the previous block and its own token ids.  The ids themselves are compared, so no hash collision can
+confuse two texts.  Each tenant has its own blocks: otherwise the latency of a prompt would reveal what others had sent.
 
-Blocks as units of sharing are PagedAttention's (Kwon et al. 2309.06180); the tree of beginnings, of which the least
-recently used leaf is removed first, is RadixAttention's (Zheng et al. 2312.07104).  What differs: a slot's columns lie
-side by side, so blocks are copied into it, and no block is in use by a slot.
+Sharing by block is PagedAttention's (Kwon et al. 2309.06180); the tree of prefixes, whose least recently used leaf is
+evicted first, is RadixAttention's (Zheng et al. 2312.07104).  Unlike there, a slot's columns are contiguous, so blocks
+are copied into it, and no slot uses a block in place.
 
 n tokens, T taps, H hidden size.
 """
@@ -35,20 +35,20 @@ from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.protocol import Target, TargetSpec
 
 BLOCK = 64
-"""Tokens of a block.  Smaller ones share more of a beginning's end, and take more copies."""
+"""Tokens per block.  Smaller blocks share more of a prefix, and need more copies."""
 
 Key = tuple[int | str, bytes]
-"""The number of the block before, or for a first block its tenant; and the block's token ids."""
+"""The number of the previous block, or the tenant for a first block; and the block's token ids."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Block:
-    """What the target computed for some tokens of a prompt."""
+    """The target's states for consecutive tokens of a prompt."""
 
     number: int
-    """Of this block alone, for ever."""
+    """Unique, and never reused."""
     columns: list[Tensor]
-    """Keys and values as `SlotCache.copy_out` gives them."""
+    """Keys and values from `SlotCache.copy_out`."""
     hidden: Tensor
     """[n, H] after the final norm."""
     taps: Tensor | None
@@ -60,7 +60,7 @@ class Block:
 
 
 class Source(NamedTuple):
-    """What blocks are computed by and copied from: they fit no other."""
+    """Identifies the target, taps and cache layout that blocks are valid for."""
 
     target: TargetSpec
     taps: tuple[int, ...]
@@ -69,13 +69,13 @@ class Source(NamedTuple):
 
 
 class PrefixStore(Prefixes):
-    """Blocks of prompts' beginnings; the least recently used is removed first.  For one thread.
+    """Blocks of prompts, evicted least recently used first.  For one thread.
 
     budget_bytes: most memory of all blocks, on the target's device; 0 stores nothing.
-    is_shared: all tenants share blocks; no: a tenant, who is `Request.tenant`, has its own.
-    block: tokens of a block.  Whole blocks are stored, so that the rest of a beginning is read again.
+    is_shared: tenants (`Request.tenant`) share blocks; by default each has its own.
+    block: tokens per block.  Only whole blocks are stored; the rest of a prefix is computed again.
 
-    It serves one target and drafter; another of another shape clears it.
+    It serves one target and drafter; those of another shape clear it.
     """
 
     def __init__(self, budget_bytes: int, is_shared: bool = False, block: int = BLOCK):
@@ -83,29 +83,28 @@ class PrefixStore(Prefixes):
         self.bytes = 0
         """Memory of all blocks."""
         self._blocks: OrderedDict[Key, Block] = OrderedDict()
-        """The least recently used first.  A block comes before the one that it continues, so the first is a leaf."""
+        """The least recently used first.  A block comes before its predecessor in a prompt, so the first is a leaf."""
         self._numbers = count()
         self._reading: dict[int, tuple[Request, list[Key]]] = {}
-        """By slot whose prompt is being read: its request, and the blocks of its prompt so far."""
+        """By slot in prefill: its request, and the blocks of its prompt so far."""
         self._tails: dict[int, tuple[Request, Tensor, Tensor | None]] = {}
-        """By slot whose prompt is being read: its request, and states of the tokens after its last whole block."""
+        """By slot in prefill: its request, and the states of the tokens after its last whole block."""
         self._source: Source | None = None
         self._warned: set[str] = set()
 
     def __len__(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         return len(self._blocks)
 
     def supports(self, target: Target, cache: Any) -> bool:
-        """Whether keys and values by column are all that this cache stores of a prompt's beginning; if not, a warning
-        says why, once."""
-        why = _reason_against(target, cache)
-        if why:
-            self._warn(f"beginnings of prompts are not stored for {target.spec.name}: {why}")
-        return not why
+        """Whether this cache stores nothing but keys and values by column; if not, warns once with the reason."""
+        reason = _reason_against(target, cache)
+        if reason:
+            self._warn(f"prefixes of prompts are not cached for {target.spec.name}: {reason}")
+        return not reason
 
     def shares(self, state: DecodeState, row: int, other: int) -> bool:
-        """Whether a slot could take over what another is about to read."""
+        """Whether a slot could reuse the next block that another slot will compute."""
         begin, tenants = state.prefilled[row], [state.requests[one].tenant for one in (row, other)]
         ends = begin + self.block
         if not self.budget_bytes or begin % self.block or not begin <= state.prefilled[other] < ends:
@@ -118,21 +117,21 @@ class PrefixStore(Prefixes):
         self, target: Target, drafter: Drafter, cache: Any, memory: Any, state: DecodeState, row: int,
         most: int | None = None,
     ) -> int:  # fmt: skip
-        """Copy what is known of a slot's prompt, after what the slot has read of it, into the cache; give it to the
-        drafter, and count it as read in `state.prefilled`.
+        """Copy the stored blocks that continue a slot's prefill into the cache, pass them to the drafter, and count
+        their tokens in `state.prefilled`.
 
-        Returns how many tokens that is: a multiple of `block`, at most `most`, never the prompt's last token, which is
-        the anchor.  Called before each chunk is read, it finds what other slots have read in the meantime.
+        Returns the number of these tokens: a multiple of `block`, at most `most`, never the prompt's last token, which
+        is the anchor.  Called before each chunk, so that it finds what other slots have computed in the meantime.
         """
         if not self.budget_bytes or not self.supports(target, cache):
             return 0
         begin, end = state.prefilled[row], len(state.tokens[row]) - 1
         if begin % self.block or begin >= end:
             return 0
-        if not cache.layout and self._source is not None:  # a cache makes its buffers in the first pass
+        if not cache.layout and self._source is not None:  # a cache allocates its buffers in the first pass
             cache.laid_out(self._source.layout)
         self._fit(target, drafter, cache)
-        keys = self._known(row, state, end)
+        keys = self._stored_keys(row, state, end)
         stored = keys[begin // self.block :][: None if most is None else most // self.block]
         self._use(keys)
         step = max(1, PREFILL_CHUNK // self.block)
@@ -149,11 +148,10 @@ class PrefixStore(Prefixes):
         self, target: Target, drafter: Drafter, cache: Any, state: DecodeState, counts: Mapping[int, int],
         scores: Scores,
     ) -> None:  # fmt: skip
-        """Store the blocks that one pass over the next counts[row] prompt tokens of each slot has computed; `scores` is
-        its result, and `state.prefilled` counts it in.
+        """Store the blocks completed by one pass over the next counts[row] prompt tokens of each slot; `scores` is its
+        result, and `state.prefilled` includes it.
 
-        A block is stored once all of it was read.  A prompt whose beginning is not stored, or was removed, is not
-        stored either.
+        A block is stored only if all blocks before it are stored.
         """
         if not self.budget_bytes or not self.supports(target, cache):
             return
@@ -162,7 +160,7 @@ class PrefixStore(Prefixes):
             taps = None if scores.taps is None else scores.taps[b, :length]
             hidden, taps = self._with_tail(state, row, scores.hidden[b, :length], taps)
             begin = state.prefilled[row] - len(hidden)
-            keys = self._known(row, state, begin)
+            keys = self._stored_keys(row, state, begin)
             if len(keys) * self.block >= begin:
                 self._put(keys, cache, state, row, hidden, taps)
             self._over(row, state)
@@ -170,7 +168,7 @@ class PrefixStore(Prefixes):
     def _with_tail(
         self, state: DecodeState, row: int, hidden: Tensor, taps: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """States of the tokens read last, with those before them that filled no block yet; keeps what fills none."""
+        """Prepends the states that had not filled a block, and keeps those at the end that do not fill one now."""
         request, before, tapped = self._tails.pop(row, (None, hidden[:0], None))
         if request is state.requests[row] and len(before) + len(hidden) <= state.prefilled[row]:
             hidden = torch.cat([before, hidden])
@@ -196,11 +194,11 @@ class PrefixStore(Prefixes):
             self.clear()
             self._source = source
 
-    def _known(self, row: int, state: DecodeState, end: int) -> list[Key]:
-        """The blocks with which the first `end` tokens of a slot's prompt begin; more where they were found before."""
+    def _stored_keys(self, row: int, state: DecodeState, end: int) -> list[Key]:
+        """The stored blocks of the first `end` tokens of a slot's prompt; more if they were found before."""
         request, tokens = state.requests[row], state.tokens[row]
-        read, keys = self._reading.get(row, (request, []))
-        if read is not request or (keys and keys[-1] not in self._blocks):  # another's, or removed since
+        reader, keys = self._reading.get(row, (request, []))
+        if reader is not request or (keys and keys[-1] not in self._blocks):  # of another request, or evicted since
             keys = []
         while (len(keys) + 1) * self.block <= end:
             key = self._key(request, keys, tokens)
@@ -215,21 +213,21 @@ class PrefixStore(Prefixes):
             self._reading.pop(row, None)
 
     def _key(self, request: Request, keys: Sequence[Key], tokens: Sequence[int]) -> Key:
-        """Of the block of a prompt's tokens that comes after `keys`."""
+        """The key of the prompt's block after `keys`."""
         first = "" if self.is_shared else request.tenant
         block = tokens[len(keys) * self.block : (len(keys) + 1) * self.block]
         return self._blocks[keys[-1]].number if keys else first, array("q", block).tobytes()
 
     def _use(self, keys: Sequence[Key]) -> None:
-        """Blocks of one beginning were used now, each a little before the one that it continues."""
+        """Mark the blocks of one prefix as just used, each a little earlier than its predecessor."""
         for key in reversed(keys):
             self._blocks.move_to_end(key)
 
     def _put(
         self, keys: list[Key], cache: SlotCache, state: DecodeState, row: int, hidden: Tensor, taps: Tensor | None
     ) -> None:  # fmt: skip
-        """Add a slot's whole blocks after `keys`, which grow.  hidden [n, H] and taps [n, T, H] of the tokens read
-        last."""
+        """Store a slot's whole blocks after `keys`, and append theirs.  hidden [n, H] and taps [n, T, H] of the last n
+        tokens."""
         self._use(keys)
         read = state.prefilled[row]
         begin = read - len(hidden)
@@ -241,18 +239,18 @@ class PrefixStore(Prefixes):
                     break
                 span = slice(at - begin, at - begin + self.block)
                 columns, tapped = cache.copy_out(row, at, at + self.block), None if taps is None else taps[span].clone()
-                # copies: slices would keep the whole pass in memory
+                # clones: slices would keep the whole pass in memory
                 self._blocks[key] = Block(next(self._numbers), columns, hidden[span].clone(), tapped)
                 self.bytes += size
             keys.append(key)
             self._use(keys)
 
     def _make_room(self, size: int, keys: Sequence[Key]) -> bool:
-        """Remove blocks until there is room for so many bytes; False where only those of this beginning are left."""
+        """Evict blocks until `size` bytes are free; returns False if only the blocks of this prefix are left."""
         if size > self.budget_bytes:
             self._warn(
-                f"a block of {self.block} tokens takes {size} bytes, and all may take {self.budget_bytes}; no "
-                "beginning of a prompt is stored, raise that limit"
+                f"a block of {self.block} tokens takes {size} bytes, and the prefix cache has {self.budget_bytes}; no "
+                "prefix is stored; raise serve.prefix_bytes"
             )
             return False
         while self.bytes + size > self.budget_bytes:
@@ -269,14 +267,14 @@ class PrefixStore(Prefixes):
 
 
 def _reason_against(target: Target, cache: Any) -> str:
-    """Why equal beginnings can't share columns; "" where they can."""
+    """Why common prefixes can't share columns; "" if they can."""
     if not isinstance(cache, SlotCache):
-        return "it has a cache of its own kind, not keys and values by slot"
+        return "its cache does not store keys and values by slot"
     family = target.family if isinstance(target, TransformersTarget) else None
     if family is not None and family.rotary is not None:
         return "its rotary factors depend on the length of the whole prompt"
     if (family is not None and family.is_recurrent) or not cache.stores_columns_alone:
-        return "it stores more of a text than keys and values"
+        return "its cache stores more than keys and values"
     return ""
 
 
@@ -286,7 +284,7 @@ def _bytes(tensor: Tensor | None) -> int:
 
 @torch.inference_mode()
 def _scores(target: Target, blocks: Sequence[Block]) -> Scores:
-    """What the target's pass over these blocks gave, as one slot's chunk.  A copy, which a drafter may keep."""
+    """The target's result for these blocks, as one slot's chunk.  A copy, which a drafter may keep."""
     hidden = torch.cat([block.hidden for block in blocks])
     tapped = [block.taps for block in blocks if block.taps is not None]
     return Scores(target.head(hidden[None, -1:]), hidden[None], torch.cat(tapped)[None] if tapped else None)

@@ -235,13 +235,13 @@ def test_a_server_trains_by_itself(quick, tmp_path, learned, float_target):
 def test_drafters_that_do_not_learn_and_folders_of_others_are_refused(
     tmp_path, learned, given, folder, workshop, float_target
 ):
-    with pytest.raises(ConfigError, match=r"'ngram' is no checkpoint of one: train one with `outrider run`"):
+    with pytest.raises(ConfigError, match=r"'ngram' is not a checkpoint: train one with `outrider run`"):
         made(tmp_path / "a", Path("ngram"), folder)
     other = tmp_path / "other"
     checkpoint.save(other, randomise(workshop.model(Case("dspark"), float_target), 0.3))
     with pytest.raises(ConfigError, match=r"belongs to .*; name another folder in serve.learning.folder"):
         made(learned.path, other, folder)
-    with pytest.raises(ConfigError, match="there is no version 7 .* there are 0, 1"):
+    with pytest.raises(ConfigError, match="has no version 7; it has 0, 1"):
         learned.undo(7)
 
 

@@ -1,1 +1,1 @@
-"""A drafter that learns from the texts it drafts for, while it serves."""
+"""Online learning: the drafter is trained on the texts that the server generates."""

@@ -1,10 +1,10 @@
-"""Texts that were served, on disk: a bounded number of bytes, of which a fixed share is never trained on.
+"""Served texts on disk, bounded in size; a fixed share of them is never trained on.
 
     texts/train/00000007.jsonl      {"prompt", "answer": token ids, "drafts": [[depth, accepted], …], "temperature", …}
     texts/held_out/00000002.jsonl   the same
 
-The hash of a prompt decides where its text goes, so a prompt that comes again never changes sides.  A file that is full
-is followed by the next one; where all of them together are too large, the oldest is deleted.
+The hash of a prompt decides its part, so a repeated prompt never changes parts.  When a file is full, the next one is
+started; when all files together are too large, the oldest is deleted.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from outrider.errors import DataError
 
 Part = Literal["train", "held_out"]
 FILES = 16
-"""Files of a part when it is full; so much of it is deleted at a time."""
+"""Files of a full part; one of them is deleted at a time."""
 
 
 class Text(NamedTuple):
-    """A request that was answered."""
+    """An answered request."""
 
     prompt: list[int]
     answer: list[int]
     drafts: list[tuple[int, int]]
-    """Of each step: depth of its draft, and how many drafted tokens were accepted.  One more token comes after them."""
+    """Per step: depth of the draft, and number of accepted tokens, which one more token follows."""
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
 
     @property
     def rejected(self) -> list[int]:
-        """Places in the answer whose token is not the one that was drafted there."""
+        """Positions in the answer at which the drafted token was rejected."""
         places, at = [], 0
         for depth, accepted in self.drafts:
             if accepted < depth and at + accepted < len(self.answer):
@@ -52,10 +52,9 @@ class Text(NamedTuple):
 
 
 class Buffer:
-    """The texts below a folder.  One process writes; others may read meanwhile.
+    """The texts in a folder.  One process writes; others may read at the same time.
 
-    max_bytes: of all files together.  one_in: one prompt in so many is held out, and may fill such a share of the
-    bytes.
+    max_bytes: of all files together.  one_in: one prompt in `one_in` is held out, and may use that share of the bytes.
     """
 
     def __init__(self, folder: Path, max_bytes: int, one_in: int):
@@ -68,7 +67,7 @@ class Buffer:
         return "train" if int.from_bytes(digest[:8], "big") % self.one_in else "held_out"
 
     def add(self, texts: Sequence[Text]) -> dict[Part, int]:
-        """Store texts; returns how many went where.  Raises OSError, such as where the disk is full."""
+        """Store texts; returns how many were added to each part.  Raises OSError, for example on a full disk."""
         lines: dict[Part, list[bytes]] = {"train": [], "held_out": []}
         for text in texts:
             lines[self.part_of(text.prompt)].append(json.dumps(text._asdict()).encode() + b"\n")
@@ -78,7 +77,7 @@ class Buffer:
         return {part: len(part_lines) for part, part_lines in lines.items()}
 
     def newest(self, part: Part, most: int, is_distinct: bool = False) -> list[Text]:
-        """Up to `most` texts of a part, the newest first.  is_distinct: only the newest of each prompt."""
+        """Up to `most` texts of a part, the newest first.  is_distinct: only the newest text of each prompt."""
         seen: set[tuple[int, ...]] = set()
 
         def chosen() -> Iterator[Text]:
@@ -92,7 +91,7 @@ class Buffer:
         return list(islice(chosen(), most))
 
     def files(self, part: Part) -> list[Path]:
-        """Those of a part, the oldest first."""
+        """The files of a part, the oldest first."""
         return sorted((self.folder / part).glob("[0-9]*.jsonl"))
 
     def _append(self, part: Part, data: bytes) -> None:
@@ -104,8 +103,8 @@ class Buffer:
         handle = os.open(files[-1], os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             size = os.fstat(handle).st_size
-            torn = size and os.pread(handle, 1, size - 1) != b"\n"  # by a crash or a full disk
-            os.write(handle, b"\n" + data if torn else data)
+            is_torn = size and os.pread(handle, 1, size - 1) != b"\n"  # after a crash or on a full disk
+            os.write(handle, b"\n" + data if is_torn else data)
         finally:
             os.close(handle)
         sizes = [path.stat().st_size for path in files]
@@ -115,10 +114,10 @@ class Buffer:
 
 
 def read(path: Path) -> list[Text]:
-    """The texts of a file, the oldest first; lines that a crash has cut are left out."""
+    """The texts of a file, the oldest first; lines that a crash has cut are skipped."""
     try:
         lines = path.read_bytes().splitlines()
-    except FileNotFoundError:  # deleted since it was listed
+    except FileNotFoundError:  # deleted after it was listed
         return []
     return [text for line in lines if (text := _text(line)) is not None]
 
@@ -136,6 +135,6 @@ def check(texts: Sequence[Text], vocabulary: int, where: Path) -> None:
     for text in texts:
         if wrong := [token for token in (*text.prompt, *text.answer) if not 0 <= token < vocabulary]:
             raise DataError(
-                f"{where} has token id {wrong[0]}, but this target's ids end at {vocabulary - 1}, so its texts belong "
-                "to another target; name another folder"
+                f"{where} has token id {wrong[0]}, but this target's ids end at {vocabulary - 1}, so its texts are of "
+                "another target; name another folder"
             )

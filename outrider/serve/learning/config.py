@@ -1,4 +1,4 @@
-"""The `serve.learning` section: what is stored of the traffic, and when the drafter is trained on it."""
+"""The `serve.learning` section: which traffic is stored, and when the drafter is trained on it."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from outrider.config import Config
 
 
 class Learning(Config):
-    """How a drafter learns from its traffic."""
+    """How a drafter learns from the traffic."""
 
     folder: str
-    """Folder of the stored texts, the drafter's versions and the log; each target and drafter needs one of its own."""
+    """Folder of the stored texts, the drafter's versions and the log; each pair of target and drafter needs its own."""
     max_mb: PositiveFloat = 256.0
     """Most megabytes of stored texts; the oldest are deleted."""
     held_out: int = Field(8, ge=2)
-    """One prompt in this many never trains; new weights are compared with old ones on these."""
+    """One prompt in this many is never trained on; new weights are compared with old ones on these."""
     every_texts: PositiveInt = 512
-    """New texts to train on after which a new version is made."""
+    """Number of new training texts after which a new version is trained."""
     steps: PositiveInt = 100
     """Training steps of one version."""
     lr: PositiveFloat | None = None
-    """Peak learning rate; a quarter of that of the drafter's own training unless given."""
+    """Peak learning rate; defaults to a quarter of that of the drafter's original training."""
     length: int = Field(1024, ge=16)
-    """Most tokens of a text that is trained on; the beginning of a longer one is left out."""
+    """Most tokens of a training text; a longer one is cut at its beginning."""
     prompts: int = Field(64, ge=16)
-    """Held-out prompts on which a version is compared with the one before it."""
+    """Held-out prompts on which a version is compared with the previous one."""
     new_tokens: int = Field(96, ge=8)
-    """Most tokens that are written after each of these prompts."""
+    """Most tokens generated for each of these prompts."""
     while_busy: bool = False
-    """Train while requests are decoded, too; no: the training stands still as long as there is one."""
+    """Also train while requests are decoded; by default the training is paused then."""
     versions: int = Field(8, ge=1)
-    """Number of versions that stay on disk, besides the one that is served and the one before it."""
+    """Number of versions kept on disk, besides the one that is served and the one before it."""

@@ -1,14 +1,14 @@
-"""The folder of a drafter that learns: settings, versions, which one is served, and a log of all that was done.
+"""The folder of online learning: settings, versions, the served version, and a log of all events.
 
     learned/
-    ├── settings.json      target and drafter that it belongs to, and how the job trains
-    ├── state.json         the version that is served, and the newest that was looked at
-    ├── log.jsonl          a line for everything that was done
-    ├── job.log            what the last training said
+    ├── settings.json      target, drafter, and settings of the training job
+    ├── state.json         the served version, and the newest version that was considered
+    ├── log.jsonl          a line per event
+    ├── job.log            output of the last training job
     ├── texts/             see `buffer`
     └── versions/3/        checkpoint, metrics.jsonl, the two reports that the gate compared, result.json
 
-Version 0 is the drafter that the server was started with; its checkpoint stays where it is.
+Version 0 is the drafter that the server was started with; its checkpoint is not copied.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ SETTINGS, STATE, LOG, JOB_LOG, RESULT = "settings.json", "state.json", "log.json
 
 
 class State(NamedTuple):
-    """What is served."""
+    """The served version."""
 
     version: int = 0
     newest: int = 0
-    """Versions up to this one were taken, refused or rolled back, and are not looked at again."""
+    """Versions up to this one were served, refused or rolled back, and are not considered again."""
 
 
 class Folder:
-    """A drafter's folder.  Raises DataError where it holds none."""
+    """The folder of a drafter that learns.  Raises DataError for any other folder."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -49,12 +49,12 @@ class Folder:
             self.config = Learning(**self.settings["learning"])
         except (OSError, ValueError, KeyError) as error:
             raise DataError(
-                f"{self.path} is no folder of a drafter that learns ({error}); name the one of serve.learning.folder"
+                f"{self.path} is not a folder of a drafter that learns ({error}); name that of serve.learning.folder"
             ) from None
         self.buffer = Buffer(self.path / "texts", int(self.config.max_mb * 1e6), self.config.held_out)
 
     def set(self, **settings: Any) -> None:
-        """Change settings; a job that runs has read them before."""
+        """Change settings; a running job keeps the old ones."""
         self.settings |= settings
         _write(self.path / SETTINGS, self.settings)
 
@@ -64,43 +64,43 @@ class Folder:
         return self.path / "versions" / str(version)
 
     def checkpoint(self, version: int) -> Path:
-        """The drafter of this version.  Raises ConfigError where there is none."""
+        """The checkpoint of this version.  Raises ConfigError for an unknown version."""
         path = self.place(version) / "checkpoint" if version else Path(self.settings["drafter"])
         if not checkpoint.is_there(path):
-            raise ConfigError(f"there is no version {version} in {self.path}; there are {self._listed()}")
+            raise ConfigError(f"{self.path} has no version {version}; it has {self._listed()}")
         return path
 
     @property
     def current(self) -> Path:
-        """The drafter that is served."""
+        """The checkpoint of the served version."""
         return self.checkpoint(self.state().version)
 
     def versions(self) -> list[int]:
-        """Those that are whole, the oldest first, without 0."""
+        """The complete versions, the oldest first, without 0."""
         folder = self.path / "versions"
         return sorted(int(path.parent.name) for path in folder.glob(f"[0-9]*/{RESULT}"))
 
     def result(self, version: int) -> dict[str, Any]:
-        """How a version was made, and whether it passed."""
+        """How a version was trained, and whether it passed."""
         return read_object(self.place(version) / RESULT)
 
     def next_version(self) -> int:
-        """A number that no version had; those that were deleted are in the log."""
+        """A number that no version has had; deleted versions are in the log."""
         logged = [event["version"] for event in self.events() if isinstance(event.get("version"), int)]
         return 1 + max([0, *self.versions(), *logged])
 
     def prune(self) -> None:
-        """Delete old versions, as `Learning.versions` says."""
+        """Delete old versions beyond `Learning.versions`."""
         current = self.state().version
         used = {current, self.result(current)["from"] if current in self.versions() else 0}
-        for version in [one for one in self.versions() if one not in used][: -self.config.versions]:
-            (self.place(version) / RESULT).unlink()  # first: the rest is no version any more
+        for version in [version for version in self.versions() if version not in used][: -self.config.versions]:
+            (self.place(version) / RESULT).unlink()  # first, so that an incomplete folder is not a version
             shutil.rmtree(self.place(version), ignore_errors=True)
 
     def _listed(self) -> str:
         return ", ".join(map(str, [0, *self.versions()]))
 
-    # ── what is served ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the served version ────────────────────────────────────────────────────────────────────────────────────────────
 
     def state(self) -> State:
         path = self.path / STATE
@@ -115,16 +115,14 @@ class Folder:
         _write(self.path / STATE, State(version, newest)._asdict())
 
     def undo(self, to: int | None = None) -> tuple[int, int]:
-        """Go back to a version, the one before unless given; returns the former version and that.
+        """Return to a version, by default the previous one; returns the numbers of the old and the new version.
 
-        Newer versions are not taken again.  Raises ConfigError where there is nothing to go back to.
+        Newer versions are not served again.  Raises ConfigError if there is no version to return to.
         """
         before = self.state().version
         if to is None:
             if not before:
-                raise ConfigError(
-                    f"{self.path} serves version 0, the drafter as it was given; there is nothing to undo"
-                )
+                raise ConfigError(f"{self.path} serves version 0, the original drafter; there is nothing to undo")
             to = int(self.result(before)["from"])
         self.use(to, max([self.state().newest, *self.versions()]))
         self.log("undone", version=before, to=to)
@@ -133,13 +131,13 @@ class Folder:
     # ── the log ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def log(self, event: str, **facts: Any) -> None:
-        """Add a line; several processes may."""
+        """Append a line; several processes may do so."""
         row = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **facts}
         with (self.path / LOG).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def events(self) -> list[dict[str, Any]]:
-        """The log, the oldest first; a line that a crash has cut is left out."""
+        """The log, the oldest event first; a line that a crash has cut is skipped."""
         path = self.path / LOG
         return list(_rows(path.read_text(encoding="utf-8"))) if path.exists() else []
 
@@ -159,14 +157,14 @@ def _rows(text: str) -> Iterator[dict[str, Any]]:
             yield row
 
 
-# ── where a server begins ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── opening a folder ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def opened(config: Learning, drafter: str | Path, target: Mapping[str, Any], threads: int) -> Folder:
-    """The folder for this drafter, made where it is not there.
+    """The folder of this drafter, created if it does not exist.
 
     drafter: its checkpoint.  target: `name` and the other arguments of `load_target`.  threads: of the server.
-    Raises ConfigError for a drafter that can't learn, and for a folder of another one.
+    Raises ConfigError for a drafter that can't learn, and for a folder of another drafter.
     """
     source = Path(drafter).resolve()
     _refuse_unteachable(drafter, source)
@@ -175,7 +173,7 @@ def opened(config: Learning, drafter: str | Path, target: Mapping[str, Any], thr
         before = read_object(path / SETTINGS)
         if (before.get("weights"), before.get("target", {}).get("name")) != (weights, target["name"]):
             raise ConfigError(
-                f"{path} belongs to {before.get('drafter')} for {before.get('target', {}).get('name')}, and not to "
+                f"{path} belongs to {before.get('drafter')} for {before.get('target', {}).get('name')}, not to "
                 f"{drafter} for {target['name']}; name another folder in serve.learning.folder"
             )
     settings = {
@@ -193,8 +191,8 @@ def opened(config: Learning, drafter: str | Path, target: Mapping[str, Any], thr
 def _refuse_unteachable(drafter: str | Path, source: Path) -> None:
     if not checkpoint.is_there(source):
         raise ConfigError(
-            f"serve.learning needs a trained drafter, and {str(drafter)!r} is no checkpoint of one: train one with "
-            "`outrider run`, or make a checkpoint of another's with `outrider import`; or leave serve.learning out"
+            f"serve.learning needs a trained drafter, and {str(drafter)!r} is not a checkpoint: train one with "
+            "`outrider run`, or convert another project's with `outrider import`; or leave serve.learning out"
         )
 
 
@@ -207,6 +205,6 @@ def _hash_of(path: Path) -> str:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Delete what a job left that did not end."""
+    """Delete the files of interrupted jobs."""
     for part in path.glob("versions/*.part"):
         shutil.rmtree(part, ignore_errors=True)

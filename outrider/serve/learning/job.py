@@ -2,10 +2,9 @@
 
     python -m outrider.serve.learning.job FOLDER
 
-A process of its own, with the lowest priority and one thread.  The server starts it, and stops it in the middle of
-anything while requests are decoded.  It loads the target again, trains the served version's weights on the newest
-texts, and compares the outcome with that version on held-out prompts.  What it finds is in versions/N, and a line in
-the log.
+A separate process with the lowest priority and one thread.  The server starts it, and pauses it at any point while
+requests are decoded.  It loads the target again, trains the served version's weights on the newest texts, and compares
+the new weights with the served ones on held-out prompts.  The result is in versions/N, and a line in the log.
 """
 
 from __future__ import annotations
@@ -44,20 +43,20 @@ from outrider.training.config import Config as TrainConfig
 from outrider.training.trainer import train
 
 LOWEST = 19
-"""Priority: every other process comes first."""
+"""Niceness."""
 CACHE_BYTES = 2**28
-"""Most memory for features of texts."""
+"""Most memory for the target's features."""
 SHARE_OF_LR = 0.25
-"""Of the drafter's own training's peak learning rate."""
+"""Of the peak learning rate of the drafter's original training."""
 
 
-DIES_WITH_PARENT = 1
-"""Number of Linux' prctl."""
+PR_SET_PDEATHSIG = 1
+"""Option of Linux's prctl."""
 
 
 def main(path: str) -> int:
-    """Make a version; returns 0 where one was made, passed or not."""
-    step_back()
+    """Train a version; returns 0 if one was trained, whether or not it passed."""
+    lower_priority()
     folder = Folder(path)
     try:
         result = make_version(folder)
@@ -69,23 +68,23 @@ def main(path: str) -> int:
     return 0
 
 
-def step_back() -> None:
-    """Run only when no other process wants to."""
+def lower_priority() -> None:
+    """Run only when the processor is idle."""
     torch.set_num_threads(1)
     with suppress(OSError):
         os.nice(LOWEST)
-    with suppress(OSError, AttributeError):  # Linux alone: never where another could run
+    with suppress(OSError, AttributeError):  # only on Linux
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def die_with_server() -> None:
-    """One that stands still would stay for ever."""
+    """A paused job would otherwise outlive its server."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def make_version(folder: Folder) -> dict[str, Any]:
-    """Train, compare, and write the version; returns its result.  Raises OutriderError where it can't be made."""
+    """Train, compare and write a version; returns its result.  Raises OutriderError if it can't be trained."""
     began, config = time.monotonic(), folder.config
     remove_unfinished(folder.path)
     before, number = folder.state().version, folder.next_version()
@@ -115,7 +114,7 @@ def make_version(folder: Folder) -> dict[str, Any]:
 
 
 def settings_of(manifest: Mapping[str, Any], steps: int, lr: float | None, seed: int) -> TrainConfig:
-    """How a version trains: as the drafter itself was trained, but shorter and more gently."""
+    """Training settings of a version: those of the drafter's original training, with fewer steps and a lower rate."""
     before = TrainConfig(**(manifest["training"].get("config") or {}))
     return before.model_copy(
         update={
@@ -134,20 +133,19 @@ def settings_of(manifest: Mapping[str, Any], steps: int, lr: float | None, seed:
 def trained(
     target: TransformersTarget, old: Path, texts: Sequence[Text], training: TrainConfig, work: Path, length: int
 ) -> Path:
-    """Train the weights in `old` on the answers of these texts; returns the checkpoint, in `work`."""
+    """Train the weights of `old` on the answers of these texts; returns the checkpoint, which is in `work`."""
     model = unfrozen(old, target)
     source = LiveFeatures(
         target, [answer_of(text, str(n), length) for n, text in enumerate(texts)], model.taps, batch=training.batch,
         length=length, seed=training.seed, dtype=training.dtype, cache_bytes=CACHE_BYTES, budget=training.tokens,
     )  # fmt: skip
     place = train(model, source, training, work, origin=str(old))
-    (place / checkpoint.TRAINING).unlink(missing_ok=True)  # a version begins with moments of its own
+    (place / checkpoint.TRAINING).unlink(missing_ok=True)  # the next version starts a new optimiser
     return place
 
 
 def unfrozen(folder: Path, target: TransformersTarget) -> DraftModel:
-    """The draft model of a checkpoint in the precision that it was trained in.  Raises CheckpointError for one of
-    another target."""
+    """The draft model of a checkpoint in the precision of its training.  Raises CheckpointError for another target."""
     manifest = checkpoint.manifest_of(folder)
     checkpoint.check_binding(manifest, target, folder, quantised=True)
     module = find(manifest["kind"])
@@ -159,7 +157,7 @@ def unfrozen(folder: Path, target: TransformersTarget) -> DraftModel:
 
 
 def answer_of(text: Text, name: str, length: int) -> Answer:
-    """A text to train on: its answer, after as much of the prompt as there is room for."""
+    """A training text: the answer, after as much of the prompt as fits."""
     answer = text.answer[:length]
     prompt = text.prompt[max(0, len(text.prompt) - (length - len(answer))) :]
     return Answer(name, [*prompt, *answer], [(len(prompt), len(prompt) + len(answer))])
@@ -175,7 +173,7 @@ def facts_of(trial: Trial) -> dict[str, Any]:
 
 
 def hash_of(texts: Sequence[Text]) -> str:
-    """Of what a version was trained on."""
+    """Identifies the training data of a version."""
     digest = hashlib.sha256()
     for text in texts:
         digest.update(json.dumps([text.prompt, text.answer]).encode())
@@ -183,7 +181,7 @@ def hash_of(texts: Sequence[Text]) -> str:
 
 
 def finish(folder: Folder, work: Path, trial: Trial, result: Mapping[str, Any]) -> None:
-    """The reports and the result, then the folder's own name, then the log."""
+    """Write reports and result, then rename the folder to its final name, then log."""
     (work / "new.json").write_text(trial.new.json_text())
     (work / "old.json").write_text(trial.old.json_text())
     (work / "gate.json").write_text(json.dumps(trial.outcome.as_json(), indent=1))
@@ -194,17 +192,17 @@ def finish(folder: Folder, work: Path, trial: Trial, result: Mapping[str, Any]) 
 
 
 def compile_for_server(folder: Folder, made: Path) -> None:
-    """Have the passes of this version compiled as the server runs them, where packages hold weights.
+    """Compile the passes of this version as the server runs them, if packages contain weights.
 
-    In a process of its own: how many threads a package uses is fixed when it is compiled.  The server stays plain for
-    this drafter where that fails.
+    In a separate process, since the number of threads is fixed at compilation.  If it fails, the server runs this
+    drafter uncompiled.
     """
     command = [sys.executable, "-m", "outrider.serve.learning.job", str(folder.path), "--compile", str(made)]
     subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(folder.settings["threads"])}, check=False)
 
 
 def compile_version(folder: Folder, made: str) -> int:
-    """In that process."""
+    """Runs in that process."""
     try:
         compile_passes(load_drafter(made, target_of(folder)))
     except NotCompiled as reason:
@@ -214,15 +212,15 @@ def compile_version(folder: Folder, made: str) -> int:
 
 
 def target_of(folder: Folder) -> TransformersTarget:
-    """The server's target, loaded here; its steps stay plain, since packages are made for a number of threads."""
+    """The server's target, loaded here; uncompiled, since packages are compiled for a number of threads."""
     settings = folder.settings["target"] | {"compile": False}
     return load_target(settings.pop("name"), **settings)
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    if given[1:2] == ["--compile"]:
-        raise SystemExit(compile_version(Folder(given[0]), given[2]))
-    if given[1:2] == ["--for-server"]:
+    folder, *options = sys.argv[1:]
+    if options[:1] == ["--compile"]:
+        raise SystemExit(compile_version(Folder(folder), options[1]))
+    if options[:1] == ["--for-server"]:
         die_with_server()
-    raise SystemExit(main(given[0]))
+    raise SystemExit(main(folder))

@@ -1,8 +1,8 @@
-"""What a server does to have its drafter learn: it stores texts, runs the training job, takes versions that passed, and
-goes back where acceptance drops.
+"""Online learning in the server: stores texts, runs the training job, serves versions that passed, and rolls back if
+acceptance drops.
 
-The engine's thread hands over each text that ended, which is all that it does for this.  Everything else is one thread
-here, which looks around once a second; whatever fails in it is logged, and serving goes on.
+The engine's thread only hands over each finished text.  Everything else happens in one thread here, once a second;
+its failures are logged, and serving continues.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ log = logging.getLogger("outrider.serve")
 LOOK_S = 1.0
 """Seconds between two rounds of the thread."""
 MOST_WAITING = 10_000
-"""Texts that may wait to be stored; more are not."""
+"""Texts that may wait to be stored; further ones are dropped."""
 RECENT = 256
-"""Texts by which acceptance is judged, before a swap and after it."""
+"""Texts on which acceptance is measured, before and after a swap."""
 BEFORE = 128
-"""Texts under the version that is served without which no other is taken: too few would hide that one is worse."""
+"""Fewest texts under the served version before another is swapped in: with fewer, a drop could go unnoticed."""
 FEWEST = 16
-"""Texts under a new version without which it is not judged."""
+"""Fewest texts under a new version before it is judged."""
 TAIL = 0.001
-"""Chance of going back where nothing got worse, at each look."""
+"""Probability of a rollback although nothing got worse, at each comparison."""
 IDLE_S = 5.0
-"""Longest wait for a moment without requests, in which a version is loaded."""
+"""Longest wait for an idle moment in which to load a version."""
 SWAP_S = 10.0
-"""Longest wait for the engine to take a drafter."""
+"""Longest wait for the engine to replace its drafter."""
 
 
 class Job:
-    """The training process, which can stand still."""
+    """The training process, which can be paused."""
 
     def __init__(self, folder: Folder):
         command = [sys.executable, "-m", "outrider.serve.learning.job", str(folder.path), "--for-server"]
@@ -64,8 +64,8 @@ class Job:
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )  # fmt: skip
 
-    def stand_still(self, is_still: bool) -> None:
-        self._process.send_signal(signal.SIGSTOP if is_still else signal.SIGCONT)
+    def pause(self, is_paused: bool) -> None:
+        self._process.send_signal(signal.SIGSTOP if is_paused else signal.SIGCONT)
 
     @property
     def code(self) -> int | None:
@@ -78,19 +78,19 @@ class Job:
 
 
 class Learner:
-    """Has the drafter of `engine` learn, from `start` to `stop`.  `engine` is not started yet; it drafts with the
-    version that `folder` says."""
+    """Trains the drafter of `engine` from `start` to `stop`.  `engine` must not be started yet, and must draft with the
+    served version of `folder`."""
 
     def __init__(self, engine: Engine, target: Target, folder: Folder):
         self.engine, self.target, self.folder, self.config = engine, target, folder, folder.config
         self.state = folder.state()
-        """What is served, as far as this server knows."""
+        """What this server serves."""
         self._depths = engine.drafter.limit
         self._ended: queue.SimpleQueue[tuple[float, Text]] = queue.SimpleQueue()
         self._recent: deque[Counts] = deque(maxlen=RECENT)
-        """Of texts under the version that is served."""
+        """Of texts under the served version."""
         self._before: list[Counts] = []
-        """Of texts under the version before, as long as it may come back; empty otherwise."""
+        """Of texts under the previous version, while a rollback is possible; otherwise empty."""
         self._before_version = 0
         self._num_new = 0
         self._job: Job | None = None
@@ -107,7 +107,7 @@ class Learner:
         return self
 
     def stop(self) -> None:
-        """Store what waits; end the training, which begins again with the next start."""
+        """Store the waiting texts, and end the training, which restarts with the next `start`."""
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join(30)
@@ -123,7 +123,7 @@ class Learner:
     # ── called by the engine ──────────────────────────────────────────────────────────────────────────────────────────
 
     def ended(self, call: Call, answer: list[int]) -> None:
-        """A text ended by itself."""
+        """A text was finished."""
         request = call.request
         if call.is_stored and request.sampling.grammar is None and self._ended.qsize() < MOST_WAITING:
             sampling = request.sampling
@@ -132,11 +132,11 @@ class Learner:
             self._ended.put((call.admitted, text))
 
     def busy(self, is_busy: bool) -> None:
-        """Requests are there, or none is left."""
+        """The engine now has requests, or has none left."""
         with self._busy_lock:
             self._is_busy = is_busy
             if self._job is not None and not self.config.while_busy:
-                self._job.stand_still(is_busy)
+                self._job.pause(is_busy)
 
     # ── the thread ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -144,7 +144,7 @@ class Learner:
         is_last = False
         while not is_last:
             is_last = self._is_over.wait(LOOK_S)
-            acts = [self._store, self._go_back_if_worse, self._obey, self._take_version, self._train]
+            acts = [self._store, self._roll_back_if_worse, self._obey, self._take_version, self._train]
             for act in acts[:1] if is_last else acts:
                 try:
                     act()
@@ -156,7 +156,7 @@ class Learner:
         if reason in self._warned:
             return
         self._warned.add(reason)
-        log.error("the drafter can't learn: %s; requests are served as before", reason, exc_info=error)
+        log.error("the drafter can't learn: %s; requests are still served", reason, exc_info=error)
         with suppress(OSError):
             self.folder.log("failed", reason=reason)
 
@@ -172,7 +172,7 @@ class Learner:
             self._num_new += self.folder.buffer.add(texts)["train"]
 
     def _train(self) -> None:
-        """Start the job where there is enough to train on; note its end."""
+        """Start the job when there are enough texts; log its failure."""
         if self._job is not None and self._job.code is not None:
             if self._job.code:
                 self.folder.log("failed", reason=f"the training ended with {self._job.code}; see {JOB_LOG}")
@@ -185,8 +185,8 @@ class Learner:
             self.busy(self._is_busy)
 
     def _take_version(self) -> None:
-        """Serve a version that passed, once there is something to compare it with."""
-        for version in [one for one in self.folder.versions() if one > self.state.newest]:
+        """Serve a version that passed, once there are enough texts to compare it with."""
+        for version in [version for version in self.folder.versions() if version > self.state.newest]:
             result = self.folder.result(version)
             if not result["passed"] or result["from"] != self.state.version:
                 self._use(self.state.version, version)
@@ -197,13 +197,13 @@ class Learner:
             self._use(before, version)  # not again, should it fail
             self._swap(version)
             self.state = State(version, version)
-            if self.folder.state().version == before:  # nobody asked for another meanwhile
+            if self.folder.state().version == before:  # no other version was requested in the meantime
                 self._use(version, version)
             self._before, self._before_version = texts, before
             self.folder.log("swapped", version=version, **{"from": before})
 
     def _obey(self) -> None:
-        """Serve the version that somebody asked for, such as `outrider learning undo`."""
+        """Serve the version that was requested, for example by `outrider learning undo`."""
         requested = self.folder.state()
         if requested.version != self.state.version:
             self._swap(requested.version)
@@ -211,8 +211,8 @@ class Learner:
             self._before = []
         self.state = requested
 
-    def _go_back_if_worse(self) -> None:
-        """Compare texts since the last swap with those before it, until there are enough to trust the version."""
+    def _roll_back_if_worse(self) -> None:
+        """Compare the texts since the last swap with those before it, until there are enough to trust the version."""
         if not self._before or len(self._recent) < FEWEST:
             return
         comparison = change(list(self._recent), self._before, TAIL)
@@ -232,18 +232,18 @@ class Learner:
         self.state = State(version, newest)
 
     def _swap(self, version: int) -> None:
-        """Load a version and have the engine draft with it."""
+        """Load a version, and replace the engine's drafter by it."""
         until = time.monotonic() + IDLE_S
         while self._is_busy and time.monotonic() < until:
             time.sleep(0.01)
-        # in a thread that ends, as when a server starts: OpenMP keeps the threads of everyone who ever computed
+        # in a thread that ends, since OpenMP keeps a thread pool for every thread that ever computed
         with ThreadPoolExecutor(1, "outrider-load") as loading:
             drafter = loading.submit(_loaded, self.folder, version, self.target, self.engine.threads).result()
         before, until = self.engine.replaced, time.monotonic() + SWAP_S
         self.engine.replace(drafter)
         while self.engine.replaced == before:
             if time.monotonic() > until:
-                raise OutriderError(f"the engine did not take version {version} within {SWAP_S:g} s")
+                raise OutriderError(f"the engine did not load version {version} within {SWAP_S:g} s")
             time.sleep(0.001)
         self._recent.clear()
 

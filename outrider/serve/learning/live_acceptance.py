@@ -1,8 +1,8 @@
-"""How well served drafts were accepted, whatever the policy: by depth, and together as tokens per draft.
+"""Acceptance of served drafts, independent of the policy: by depth, and combined as tokens per draft.
 
-A policy drafts deeper or less deep from step to step, so plain tokens per step show the policy too.  Here each depth
-counts the drafts that reached it with all tokens before accepted; the product over depths is what a draft of full depth
-would give.  B texts, D depths.
+A policy changes the depth of drafts from step to step, so tokens per step depend on it.  Here, each depth counts only
+the drafts that reached it with all earlier tokens accepted; the product over depths is what a draft of full depth would
+yield.  B texts, D depths.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from outrider.serve.learning.buffer import Text
 
 
 class Counts(NamedTuple):
-    """Of one text or of several: drafts by depth, [..., D]."""
+    """Drafts of one or several texts by depth, [..., D]."""
 
     tried: Floats
-    """Those that reached this depth, with all tokens before it accepted."""
+    """Drafts that reached this depth with all earlier tokens accepted."""
     accepted: Floats
-    """Of these, those whose token was accepted."""
+    """Those whose token at this depth was accepted."""
 
 
 def counts_of(text: Text, depths: int) -> Counts:
-    """Of one text; its last step is left out, since the end of the text may have cut it."""
+    """Counts of one text, without its last step, which the end of the text may have cut."""
     tried, accepted = np.zeros(depths), np.zeros(depths)
     for depth, count in text.drafts[:-1]:
         tried[: min(depth, count + 1)] += 1
@@ -36,7 +36,7 @@ def counts_of(text: Text, depths: int) -> Counts:
 
 
 def tokens_per_draft(counts: Counts) -> Floats:
-    """[...] of sums [..., D]: a token is the target's own, the others are those accepted."""
+    """[...] for counts [..., D]: the target's own token and the accepted ones."""
     tried, accepted = (np.asarray(values, dtype=np.float64) for values in counts)
     shares = np.where(tried > 0, accepted / np.maximum(tried, 1), 0.0)
     tokens: Floats = 1 + shares.cumprod(-1).sum(-1)
@@ -44,7 +44,7 @@ def tokens_per_draft(counts: Counts) -> Floats:
 
 
 class Change(NamedTuple):
-    """Tokens per draft of texts after a swap over those before."""
+    """Tokens per draft before and after a swap of drafters."""
 
     old: float
     new: float
@@ -57,9 +57,9 @@ class Change(NamedTuple):
 
 
 def change(new: Sequence[Counts], old: Sequence[Counts], tail: float) -> Change:
-    """new, old: of each text.  tail: the chance that the bound lies below the true ratio.
+    """new, old: one entry per text.  tail: the probability that the bound is below the true ratio.
 
-    The spread is that of the jackknife over texts, of logarithms; a text's steps depend on each other, texts do not.
+    The variance is the jackknife's over texts, of logarithms: steps of a text depend on each other, texts do not.
     """
     center, variance = 0.0, 0.0
     rates = []
