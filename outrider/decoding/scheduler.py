@@ -76,7 +76,7 @@ class Pace:
         self.token_s += (self.NEWEST if self.token_s else 1.0) * (seconds / tokens - self.token_s)
 
     def most(self, live: int, reading: int) -> int:
-        """Prompt tokens to read before the next step.  live: number of live slots; reading: of unread prompts."""
+        """Prompt tokens to read before the next step.  live, reading: numbers of live slots and of unread prompts."""
         if not live:
             return self.chunk
         steps = self.STEPS * max(1.0, reading / live)
@@ -258,9 +258,9 @@ class Scheduler:
 
     def _unread(self, row: int) -> int:
         """Number of a slot's unread prompt tokens, after reusing what is stored of its prefix."""
-        taken = self.prefixes.take(self.target, self.drafter, self.cache, self.memory, self.state, row)
+        reused = self.prefixes.take(self.target, self.drafter, self.cache, self.memory, self.state, row)
         number = self.serving[row]
-        self.cached[number] = self.cached.get(number, 0) + taken
+        self.cached[number] = self.cached.get(number, 0) + reused
         return self.state.unread(row)
 
     def _advance(self) -> None:
