@@ -33,7 +33,7 @@ class Method(NamedTuple):
     differs: str
     """What differs from the paper; may be empty."""
     take: str
-    """When to take it."""
+    """When to use it."""
 
 
 @cache
@@ -52,20 +52,20 @@ def kinds() -> list[str]:
 
 
 def method(kind: str) -> Method:
-    """The parts of a docstring.  Raises ValueError where it does not say when to take the drafter."""
+    """The parts of a docstring.  Raises ValueError if it does not say when to use the drafter."""
     text = ast.get_docstring(ast.parse((ROOT / "outrider" / places()[kind]).read_text(encoding="utf-8"))) or ""
     idea, *rest = [part for part in text.split("\n\n") if not LEGEND.match(part)]
     body, differs, take = [], "", ""
     for part in rest:
         before, word, after = part.partition("Differs from ")
-        if part.startswith("Take it "):
+        if part.startswith("Use it "):
             take = part
         elif word:
             differs = word + after
-        if not part.startswith("Take it ") and before.strip():
+        if not part.startswith("Use it ") and before.strip():
             body.append(before)
     if not take:
-        raise ValueError(f"outrider/{places()[kind]} must have a paragraph 'Take it where …' in its docstring")
+        raise ValueError(f"outrider/{places()[kind]} must have a paragraph 'Use it if …' in its docstring")
     return Method(kind, idea, body, differs, take)
 
 
@@ -83,7 +83,7 @@ def overview(found: Sequence[Method]) -> str:
     learnt, untrained, others = [], [], []
     for one in found:
         after, plain = [own_row(one.kind, column) for column in ("minutes", "steps")], untrained_rows(one.kind)
-        name, when = f"[`{one.kind}`]({one.kind}.md)", inline(one.take.removeprefix("Take it "))
+        name, when = f"[`{one.kind}`]({one.kind}.md)", inline(one.take.removeprefix("Use it "))
         if any(after):
             learnt.append([name, *figures(after[0]), *figures(after[1]), when])
         elif one.kind in plain:

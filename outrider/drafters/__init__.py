@@ -1,11 +1,10 @@
-"""One file per method; the file's name is its kind.  `find` looks in this folder, in `outrider.lab.drafters` and
-among entry points of others.
+"""One module per method, named after its kind.  `find` looks here, in `outrider.lab.drafters` and among entry points.
 
-A drafter file offers `Config` (its `kind` is a Literal of the file's name) and `build(config, target) -> Drafter`.  One
-that trains also offers `Model`, a `DraftModel` made by `Model(config, target)`; one whose weights are the target's,
-trained further, offers `TargetModel` instead, whose `save_target(folder)` writes the target that it drafts for.  What
-export, engines and plans must know of it is its `METHOD`; how other programs store it are its `FORMATS`, in its file or
-in `formats.py` of its folder.
+A drafter's module defines `Config` (its `kind` is a Literal of the module's name) and `build(config, target) ->
+Drafter`.  If it can be trained, it also defines `Model`, a `DraftModel` made by `Model(config, target)`; if training
+changes the target's own weights, it defines `TargetModel` instead, whose `save_target(folder)` writes the new target.
+`METHOD` has the facts for exports, engines and plans.  `FORMATS`, in the module or in `formats.py` beside it, are the
+file formats of other programs.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ REGISTRY = Registry("drafter", ("outrider.drafters", "outrider.lab.drafters"), "
 
 
 def kinds() -> dict[str, str]:
-    """Every drafter found, own and of other distributions: kind to module name."""
+    """All drafters, of Outrider and of other distributions: kind to module name."""
     return REGISTRY.all()
 
 
@@ -46,67 +45,67 @@ def own() -> list[str]:
 
 
 def find(kind: str) -> ModuleType:
-    """The module of a drafter.  Raises ConfigError for an unknown kind, with the nearest name, and for one that can't
-    be used."""
+    """The module of a drafter.  Raises ConfigError for an unknown kind, with the nearest name, and for an incomplete
+    module."""
     module = REGISTRY.find(kind)
     _refuse_incomplete(module, kind, REGISTRY.place(kind), "file" if kind in REGISTRY.own() else "entry point")
     return module
 
 
 def method(kind: str) -> Method:
-    """What a kind says of itself; nothing of one that is not known here.  No drafter is imported.
+    """The METHOD of a kind; the default for an unknown kind.  Imports no drafter.
 
-    Raises ConfigError for a METHOD that can't be read.
+    Raises ConfigError for an invalid METHOD.
     """
     module = kinds().get(kind)
-    return Method() if module is None else _said(module)
+    return Method() if module is None else _method_of(module)
 
 
 def methods() -> dict[str, Method]:
-    """Of every kind whose METHOD can be read; what others' code does wrong is logged, and stops nobody else."""
-    found = {}
+    """The METHOD of every kind; invalid ones are left out and logged."""
+    by_kind = {}
     for kind, module in kinds().items():
         try:
-            found[kind] = _said(module)
+            by_kind[kind] = _method_of(module)
         except ConfigError as error:
             logging.getLogger(__name__).warning("%s", error)
-    return found
+    return by_kind
 
 
 @functools.cache
-def _said(module: str) -> Method:
+def _method_of(module: str) -> Method:
     try:
         return Method(**literals(module, "METHOD"))
     except TypeError as error:
-        raise ConfigError(f"METHOD of {module} is none: {error}; see outrider.method.Method") from error
+        raise ConfigError(f"METHOD of {module} is not valid: {error}; see outrider.method.Method") from error
 
 
 @functools.cache
 def formats(kind: str) -> tuple[str, ...]:
-    """The formats of others that a kind can be stored in; none of one that is not known here.  No drafter is imported.
+    """The formats of other programs that a kind has; none for an unknown kind.  Imports no drafter.
 
-    Raises ConfigError for a file that can't be read.
+    Raises ConfigError for a module that can't be read.
     """
     module = kinds().get(kind)
     return () if module is None else keys(module, "FORMATS", "formats")
 
 
 def layouts(kind: str) -> Mapping[str, Layout]:
-    """How a kind is stored, by format."""
+    """The layouts of a kind, by format."""
     module = find(kind)
     beside = f"{module.__name__}.formats"
-    own = importlib.import_module(beside) if hasattr(module, "__path__") and find_spec(beside) else module
-    return vars(own).get("FORMATS", {})
+    holder = importlib.import_module(beside) if hasattr(module, "__path__") and find_spec(beside) else module
+    return vars(holder).get("FORMATS", {})
 
 
 def trained(kind: str) -> Any:
-    """The class of what is trained of a drafter, its `Model` or `TargetModel`; None where there is nothing to train."""
+    """The `Model` or `TargetModel` of a drafter; None if it can't be trained."""
     offered = vars(find(kind))
     return offered.get("Model") or offered.get("TargetModel")
 
 
 def trains_target(kind: str) -> bool:
-    """Whether training changes the target: what is measured afterwards is the target that was saved."""
+    """Whether training changes the target; the saved target is then the one to measure."""
     return "TargetModel" in vars(find(kind))
 
 
@@ -122,15 +121,15 @@ def _refuse_incomplete(module: ModuleType, kind: str, place: str, named: str) ->
     declared = [] if field is None or field.is_required() else [*get_args(field.annotation), field.default]
     if declared and set(declared) == {kind}:
         return
-    given = next((repr(own) for own in declared if own != kind), "none, or one without a default")
-    raise ConfigError(f"{place}: Config.kind must be the {named}'s name, {kind!r}, got {given}")
+    actual = next((repr(value) for value in declared if value != kind), "none, or one without a default")
+    raise ConfigError(f"{place}: Config.kind must be the {named}'s name, {kind!r}, got {actual}")
 
 
-# ── parts of a drafter that is made of others ─────────────────────────────────────────────────────────────────────────
+# ── members of a drafter that combines others ─────────────────────────────────────────────────────────────────────────
 
 
 def _checked(choice: str | dict[str, Any]) -> str | dict[str, Any]:
-    """The choice with all settings of its kind.  Raises ConfigError for an unknown kind or setting."""
+    """The choice with all settings filled in.  Raises ConfigError for an unknown kind or setting."""
     if isinstance(choice, str):
         if "/" in choice or Path(choice).exists():
             return choice
@@ -143,11 +142,11 @@ def _checked(choice: str | dict[str, Any]) -> str | dict[str, Any]:
 Choice = Annotated[str | dict[str, Any], AfterValidator(_checked)]
 """A kind, a kind with its settings, or the folder of a checkpoint."""
 Load = Callable[..., "Drafter"]
-"""(folder, target) to the drafter of a checkpoint, as `load_drafter` does.  A room above the drafters passes it in."""
+"""(folder, target) to the drafter of a checkpoint: `load_drafter`, passed in from a layer above."""
 
 
 def built(choice: Choice, target: Target, load: Load | None) -> Drafter:
-    """The chosen drafter.  Raises ConfigError for a checkpoint where `load` is None."""
+    """The chosen drafter.  Raises ConfigError for a checkpoint if `load` is None."""
     if not isinstance(choice, str):
         module = find(choice["kind"])
         return module.build(configs.build(module.Config, choice), target)

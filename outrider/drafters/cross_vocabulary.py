@@ -1,15 +1,15 @@
-"""A small language model of another vocabulary drafts; exact all the same.  (Timor et al. 2502.05202.)
+"""A small language model with another vocabulary drafts; the output is still exact.  (arXiv 2502.05202.)
 
-It reads the committed text in its own tokens and drafts in one of two ways.  `intersection`: it draws among the tokens
-that both vocabularies have, from its distribution given that; this is q, over the target's ids.  `text`: it continues
-in its own tokens, and their text is encoded with the target's tokenizer.  That draft is deterministic, so it is best at
+It reads the committed text in its own tokens and drafts in one of two ways.  `intersection`: it draws from its
+distribution restricted to the tokens of both vocabularies; this is q, over the target's ids.  `text`: it continues in
+its own tokens, and their text is encoded with the target's tokenizer.  That draft is deterministic, so it is best at
 low temperatures.
 
-Differs from the paper: tokens are compared by their bytes, so that signs for a space do not keep equal ones apart; and
-`intersection` drafts nothing where too little of the target's probability lies on common tokens (`min_overlap`).
+Differs from the paper: tokens are compared by their bytes, so different marks for a space do not matter; and
+`intersection` drafts nothing if the target puts too little probability on common tokens (`min_overlap`).
 
-Take it where there is a good small model, and none with the target's vocabulary; with one, `small_model` drafts from
-its whole distribution.
+Use it if there is a good small model, but none with the target's vocabulary; with one, use `small_model`, which drafts
+from its whole distribution.
 
 B live slots, V the target's vocabulary, U the model's.
 """
@@ -45,7 +45,7 @@ class Config(ModelConfig):
     vocabulary: Literal["intersection", "text"] = "intersection"
     """`intersection` drafts tokens that both vocabularies have; `text` drafts text and encodes it for the target."""
     min_overlap: Annotated[float, Field(ge=0, le=1)] = 0.8
-    """Share of the target's probability, 0 to 1, that shared tokens must hold; below it `intersection` drafts
+    """Share of the target's probability, 0 to 1, that shared tokens must have; below it `intersection` drafts
     nothing."""
     length: PositiveInt = 4
     """Tokens drafted per step."""
@@ -57,45 +57,48 @@ class Reading:
 
     transcript: Transcript
     held: list[int] = field(default_factory=list)
-    """Ids in its cache."""
+    """Ids in the cache."""
     skipped: int = 0
-    """Ids at the beginning of the text that are no longer read, since the text is longer than the cache."""
+    """First ids of the text that are skipped, since the text is longer than the cache."""
 
 
 @dataclass
 class Readings:
-    """The model's cache, and what it read in each slot."""
+    """The model's cache and the reading of each slot."""
 
     cache: SlotCache
     slots: list[Reading]
 
 
 REWRITTEN = 8
-"""Tokens at the end of a text that may change in this vocabulary once the text goes on.  Where layers hold states, a
-larger change is read again from the start."""
+"""Last tokens of a text that may change in this vocabulary when the text continues.  With recurrent layers, after a
+larger change the text is read again from the start."""
 
 
 class CrossVocabulary(Drafter):
     """Drafts a chain with a language model of another vocabulary.
 
-    Rejected tokens are forgotten at the next reading, which begins where the texts differ."""
+    Rejected tokens are dropped in the next step, which reads from where the texts differ.
+    """
 
-    def __init__(self, model: TransformersTarget, config: Config, own: Vocabulary, target: Vocabulary, p: Tensor):
+    def __init__(
+        self, model: TransformersTarget, config: Config, vocabulary: Vocabulary, target: Vocabulary, p: Tensor
+    ):
         """p [..., V]: the target's distributions at the positions of a sample text."""
         self.model, self.config, self.steps = model, config, (model.step,)
-        self.own, self.target = own, target
-        self.shared = SharedVocabulary(own, target, model.device)
+        self.vocabulary, self.target = vocabulary, target
+        self.shared = SharedVocabulary(vocabulary, target, model.device)
         self.overlap = overlap(self.shared, p)
         self.limit = config.length
         if config.vocabulary == "intersection" and (self.overlap.mass < config.min_overlap or not self.shared.count):
             self.limit = 0
-        self._mute = torch.tensor(own.mute, device=model.device)  # [U]
+        self._mute = torch.tensor(vocabulary.mute, device=model.device)  # [U]
 
     def allocate(self, cache: Cache) -> Readings:
-        # a text may have more tokens in this vocabulary than in the target's; of a longer one the end is read
+        # a text may have more tokens in this vocabulary than in the target's
         length = min(2 * cache.length, self.model.spec.context) + self.limit
-        cache_of_own = self.model.allocate(cache.slots, length, undo=self.limit + REWRITTEN)
-        return Readings(cache_of_own, [self._blank() for _ in range(cache.slots)])
+        model_cache = self.model.allocate(cache.slots, length, undo=self.limit + REWRITTEN)
+        return Readings(model_cache, [self._blank() for _ in range(cache.slots)])
 
     def admit(
         self, memory: Readings, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
@@ -111,27 +114,28 @@ class CrossVocabulary(Drafter):
         return self._in_common(memory, state, budget, logits)
 
     def _in_common(self, memory: Readings, state: DecodeState, budget: Tensor, logits: Tensor) -> Draft:
-        """Tokens that both vocabularies have, each drawn from the model's distribution given that it is one of them."""
+        """Tokens of both vocabularies, drawn from the model's distribution restricted to them."""
         rows = state.rows
-        # the end of a text may have no tokens in the shared vocabulary: then the model can't read it
-        is_known = [self.shared.of(memory.slots[row].transcript.incomplete) is not None for row in rows]
+        # if the end of a text has no tokens in the shared vocabulary, the model can't read it
+        is_readable = [self.shared.of(memory.slots[row].transcript.incomplete) is not None for row in rows]
 
         def read_one(tokens: Tensor) -> Tensor:
             return self.shared.spread(self._read_one(memory, rows, self.shared.to_drafter(tokens)))
 
-        draft = serving.chain(self.shared.spread(logits), read_one, budget * torch.tensor(is_known), state)
+        draft = serving.chain(self.shared.spread(logits), read_one, budget * torch.tensor(is_readable), state)
         return serving.possible(draft, state)
 
     def _in_text(self, memory: Readings, state: DecodeState, budget: Tensor, logits: Tensor) -> Draft:
-        """The model's likeliest text, in the target's tokens.  It drafts as many of its own as are wanted of the
-        target's."""
-        rows, own = state.rows, [logits.masked_fill(self._mute, -torch.inf).argmax(-1)]
-        while len(own) < int(budget.max()):
-            logits = self._read_one(memory, rows, own[-1])
-            own.append(logits.masked_fill(self._mute, -torch.inf).argmax(-1))
-        drafted = zip(rows, torch.stack(own, 1).tolist(), budget.tolist(), strict=True)
-        found = [memory.slots[row].transcript.continued(ids)[:most] for row, ids, most in drafted]
-        return Draft.chain(padded(found, 0, state.device), torch.tensor([len(tokens) for tokens in found]))
+        """The model's likeliest text in the target's tokens, from as many of its own as the budget."""
+        rows, tokens = state.rows, [logits.masked_fill(self._mute, -torch.inf).argmax(-1)]
+        while len(tokens) < int(budget.max()):
+            logits = self._read_one(memory, rows, tokens[-1])
+            tokens.append(logits.masked_fill(self._mute, -torch.inf).argmax(-1))
+        drafted = zip(rows, torch.stack(tokens, 1).tolist(), budget.tolist(), strict=True)
+        target_tokens = [memory.slots[row].transcript.continued(ids)[:most] for row, ids, most in drafted]
+        return Draft.chain(
+            padded(target_tokens, 0, state.device), torch.tensor([len(tokens) for tokens in target_tokens])
+        )
 
     def free(self, memory: Readings, rows: Sequence[int]) -> None:
         memory.cache.free(rows)
@@ -139,32 +143,31 @@ class CrossVocabulary(Drafter):
             memory.slots[row] = self._blank()
 
     def _blank(self) -> Reading:
-        return Reading(Transcript(self.target, self.own))
+        return Reading(Transcript(self.target, self.vocabulary))
 
     def _follow(self, memory: Readings, rows: Sequence[int], texts: Sequence[list[int]]) -> Tensor:
-        """Read these texts, given in the target's tokens, from where they changed.  Returns logits [R, U] after
-        each."""
-        wanted = []
+        """Read these texts, in the target's tokens, from where they changed.  Returns logits [R, U] after each."""
+        inputs = []
         for row, text in zip(rows, texts, strict=True):
             reading = memory.slots[row]
             reading.transcript.push(text[reading.transcript.taken :])
             ids = self._ids(reading, memory.cache.length - self.limit)
             memory.cache.cut(row, min(common_prefix(reading.held, ids), len(ids) - 1))
             reading.held = ids
-            wanted.append(ids)
-        return read_texts(self.model, memory.cache, rows, wanted, self.limit + 1)
+            inputs.append(ids)
+        return read_texts(self.model, memory.cache, rows, inputs, self.limit + 1)
 
     def _ids(self, reading: Reading, room: int) -> list[int]:
-        """The ids that the model reads: the end of the text, where all of it is longer than `room`."""
+        """The ids that the model reads: the whole text, or its end if it is longer than `room`."""
         transcript = reading.transcript
         rest = [] if self.config.vocabulary == "text" else self.shared.of(transcript.incomplete) or []
-        if len(transcript.ids) + len(rest) - reading.skipped > room - len(self.own.begin):
-            # half of the room, so that everything is read again only now and then
+        if len(transcript.ids) + len(rest) - reading.skipped > room - len(self.vocabulary.begin):
+            # keep half of the context, so that the text is rarely read again
             reading.skipped = max(0, len(transcript.ids) - room // 2)
         ids = [*transcript.ids[reading.skipped :], *rest]
-        if ids[: len(self.own.begin)] != self.own.begin:
-            ids = self.own.begin + ids
-        return ids or [self.own.filler]
+        if ids[: len(self.vocabulary.begin)] != self.vocabulary.begin:
+            ids = self.vocabulary.begin + ids
+        return ids or [self.vocabulary.filler]
 
     def _read_one(self, memory: Readings, rows: Sequence[int], tokens: Tensor) -> Tensor:
         for row, token in zip(rows, tokens.tolist(), strict=True):
@@ -174,10 +177,12 @@ class CrossVocabulary(Drafter):
 
 def build(config: Config, target: Target) -> CrossVocabulary:
     model, log = loaded(config, target), logging.getLogger(__name__)
-    room(model, config.kind, config.length)  # raises where there is not any
-    own = Vocabulary(model.tokenizer, model.spec.vocabulary, config.model)
-    theirs = Vocabulary(getattr(target, "tokenizer", None), target.spec.vocabulary, target.spec.name)
-    drafter = CrossVocabulary(model, config, own, theirs, sample_distributions(theirs, target))
+    room(model, config.kind, config.length)  # raises if there is none
+    vocabulary = Vocabulary(model.tokenizer, model.spec.vocabulary, config.model)
+    target_vocabulary = Vocabulary(getattr(target, "tokenizer", None), target.spec.vocabulary, target.spec.name)
+    drafter = CrossVocabulary(
+        model, config, vocabulary, target_vocabulary, sample_distributions(target_vocabulary, target)
+    )
     log.info("cross_vocabulary %s with %s: %s", config.model, target.spec.name, drafter.overlap)
     if not drafter.limit:
         log.warning(

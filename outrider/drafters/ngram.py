@@ -1,13 +1,12 @@
-"""Prompt lookup: propose what followed the last time these tokens stood here.  (Saxena 2023; Yang et al. 2304.04487.)
+"""Prompt lookup: propose what followed an earlier occurrence of the last tokens.  (Saxena 2023; arXiv 2304.04487.)
 
-The longest match wins, of equals the most recent.  Needs no training and no pass of any model; strong where text
+The longest match wins, of equals the most recent.  Needs no training and no pass of any model.  Strong on text that
 repeats itself, such as code and summaries.  `tree` proposes several continuations at once, and `shared` also looks them
 up in the texts of other requests; both use a trie of n-grams (see `retrieval.trie`).
 
-Differs from the papers: of equal matches the most recent proposes, where prompt lookup takes the first; trees, and
-texts of other requests.
+Differs from the papers: of equal matches the most recent is used, not the first; trees, and texts of other requests.
 
-Take it as the floor that every other drafter must beat, and where answers repeat the prompt: edits, summaries, code.
+Use it as the baseline that every other drafter must beat, and if answers repeat the prompt: edits, summaries, code.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ class Config(Base):
     length: PositiveInt = 7
     """Most tokens proposed per step; levels of a tree."""
     longest: PositiveInt = 4
-    """Tokens of the longest match that is looked up."""
+    """Longest match that is looked up, in tokens."""
     shortest: PositiveInt = 2
-    """Tokens of the shortest match that is used."""
+    """Shortest match that is used, in tokens."""
     tree: Literal["chain", "recency", "frequency"] = "chain"
     """One continuation, or a tree of them: the most recent first, or the most frequent."""
     nodes: PositiveInt = 16
@@ -72,13 +71,13 @@ class Config(Base):
         if self.capacity < 2 * (self.longest + 1):
             raise ValueError(
                 f"capacity {self.capacity} is too small for matches of {self.longest} tokens; raise it, or lower "
-                f"longest"
+                "longest"
             )
         return self
 
 
 class NGram(Lookup):
-    """Looks up the end of the text in what was read before."""
+    """Looks up the end of the text in earlier text."""
 
     def __init__(self, config: Config):
         tries = Tries(config.longest, config.capacity, config.tenants, config.shared)
@@ -93,7 +92,7 @@ class NGram(Lookup):
 
 
 def build(config: Config, target: Target) -> NGram:
-    """Warns of settings that the target can't follow, and of those that have no effect."""
+    """Warns of settings that the target does not support and of settings without effect."""
     if config.tree != "chain" and not verifies_trees(
         target, "ngram", f"a chain of {config.length}, as with tree chain"
     ):

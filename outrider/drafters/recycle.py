@@ -1,14 +1,13 @@
-"""Token recycling: propose the target's likeliest successors of a token, as of the last time.  (Luo et al. 2408.08696.)
+"""Token recycling: propose the target's likeliest successors of a token from its last occurrence.  (arXiv 2408.08696.)
 
-For every verified node the target's likeliest successors of its token are stored; a tree of them grows under the
-anchor. Needs no training and no pass of any model, and proposes from the second occurrence of a token on.
+For every verified node, the target's likeliest successors of its token are stored, and a tree of them is grown under
+the anchor.  Needs no training and no pass of any model, and proposes from the second occurrence of a token on.
 
-Differs from the paper: the table is the request's own and begins empty, so that no text shows in another request's
-drafts; `shared` has one for all requests of a tenant, where the paper has one for all.  The tree is grown best first by
-how often each rank is right, instead of a fixed template, so that unknown tokens cost no nodes.
+Differs from the paper: each request has its own table, empty at first, so that no text leaks into another request's
+drafts; `shared` has one per tenant, the paper one for all.  The tree is grown best first by how often each rank is
+right, not from a fixed template, so unknown tokens cost no nodes.
 
-Take it where nothing can be trained and text is new rather than repeated, or as the second member of a `mix` or
-`graft`.
+Use it if nothing can be trained and text is new rather than repeated, or as the second member of a `mix` or `graft`.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ class Config(Base):
     depth: PositiveInt = 6
     """Levels of the tree, in tokens."""
     successors: PositiveInt = 8
-    """Successors stored for each token, the likeliest."""
+    """Successors stored per token, the likeliest ones."""
     shared: bool = False
-    """One table for all requests of a tenant, which outlives them; no: each request has its own, empty at first."""
+    """One table for all requests of a tenant, which outlives them; no: one per request, empty at first."""
 
 
 TENANTS = 64
@@ -78,16 +77,16 @@ class Recycle(RequestDrafter[Successors]):
         self, memory: list[Successors | None], state: DecodeState, drafted: Sequence[Sequence[int]], budget: Tensor
     ) -> Draft:
         slots = zip(state.rows, drafted, budget.tolist(), strict=True)
-        found = [
+        grown = [
             self.of(memory, state, row).grow([*state.tokens[row][-1:], *path][-1], most, self.config.depth)
             for row, path, most in slots
         ]
-        return trees.of_lists([tokens for tokens, _ in found], [parents for _, parents in found], state.device)
+        return trees.of_lists([tokens for tokens, _ in grown], [parents for _, parents in grown], state.device)
 
     def observe(
         self, memory: list[Successors | None], state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores
     ) -> None:
-        """Learn from every verified node, of any drafter."""
+        """Learn from every verified node, also of other drafters."""
         best = scores.logits.topk(min(self.config.successors, scores.logits.shape[-1]), -1).indices.cpu()
         for b, row in enumerate(state.rows):
             path, last = accepted.paths[b], accepted.next_tokens[b]
@@ -95,7 +94,7 @@ class Recycle(RequestDrafter[Successors]):
             size = draft.live[b]
             nodes = [-1, *(n for n in range(size) if n not in path), *path]
             tokens = [anchor if n < 0 else draft.ids[b][n] for n in nodes]
-            # accepted nodes are written last: the text goes on from them
+            # accepted nodes come last, since the text continues from them
             self.of(memory, state, row).learn(tokens, best[b, [n + 1 for n in nodes]])
 
 

@@ -1,14 +1,14 @@
-"""Suffix decoding: propose what followed earlier occurrences of the text's longest suffix.  (Oliaro et al. 2411.04975.)
+"""Suffix decoding: propose what followed earlier occurrences of the text's longest suffix.  (arXiv 2411.04975.)
 
-The suffix is looked up in the request's own text, in texts of other requests where `shared` allows it, and in `corpora`
-on disk.  Each gives a tree of what followed, by frequency; the best nodes of all are verified.  A longer match proposes
+The suffix is looked up in the request's own text, in texts of other requests if `shared`, and in `corpora` on disk.
+Each source gives a tree of continuations by frequency; the best nodes of all are verified.  A longer match proposes
 more.
 
 Differs from the paper: a trie of n-grams instead of a suffix tree, so memory is bounded and old text is forgotten;
 sources are merged node by node (see `retrieval.proposal`) instead of taking the better of two; corpora.
 
-Take it where texts like those to come are on disk or in earlier requests: with a corpus more is accepted than of any
-other kind without training.
+Use it if similar texts are on disk or in earlier requests: with a corpus it has the highest acceptance of the methods
+without training.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class Config(Base):
     nodes: PositiveInt = 16
     """Most nodes of the tree, drafted per step."""
     levels: PositiveInt = 16
-    """Levels of the tree, in tokens; the length of a chain, where the target verifies no trees."""
+    """Levels of the tree, in tokens; the length of a chain if the target verifies no trees."""
     factor: NonNegativeFloat = 16.0
-    """Most nodes proposed per token that matches."""
+    """Most nodes proposed per matching token."""
     min_confidence: Annotated[float, Field(ge=0, lt=1)] = 0.005
-    """Continuations with a lower probability, by the counts so far, are not proposed."""
+    """Continuations with a lower probability by the counts so far are not proposed."""
     shortest: PositiveInt = 1
-    """Tokens of the shortest match that is used."""
+    """Shortest match that is used, in tokens."""
     longest: Annotated[int, Field(ge=2, le=64)] = 8
-    """Tokens of the longest match that is looked up in texts of requests; in corpora it is 64."""
+    """Longest match that is looked up in texts of requests, in tokens; in corpora it is 64."""
     corpora: tuple[str, ...] = ()
     """Names of corpora; see `outrider corpus`."""
     shared: Literal[False, "tenant", "all"] = False
@@ -74,9 +74,9 @@ class Suffix(Lookup):
     def __init__(self, config: Config, sources: Sequence[Corpus] = ()):
         super().__init__(config.nodes, Tries(config.longest, config.capacity, config.tenants, config.shared))
         self.config, self.sources = config, sources
-        self.learns = True  # which source to trust
+        self.learns = True  # it learns which source to trust
         self.trust = Trust()
-        """How often each source was right, over all requests; holds no text."""
+        """How often each source was right, over all requests; contains no text."""
 
     def new_request(self, tenant: str) -> SourcesIndex:
         config, cursors = self.config, {"own": self.tries.new().cursor()}
@@ -88,6 +88,6 @@ class Suffix(Lookup):
 
 
 def build(config: Config, target: Target) -> Suffix:
-    """Raises DataError for a corpus that is missing, damaged, or of another tokenizer."""
+    """Raises DataError for a corpus that is missing, damaged or of another tokenizer."""
     verifies_trees(target, "suffix", "trees, of which the first chain is verified")
     return Suffix(config, corpora.load(config.corpora, target.spec.tokenizer_hash))

@@ -38,7 +38,7 @@ class TargetModel(DraftModel):
         self.target, self.config = target, config
         source: Any = target
         self.lm: Any = copy.deepcopy(source.model).requires_grad_(True)
-        self._finish, _ = causal_lm.learn(self.lm, target.spec.name)
+        self._finish, _ = causal_lm.learn_passes(self.lm, target.spec.name)
 
     def logits(self, states: Tensor) -> Tensor:
         """[..., V] of states [..., H], of which a row of `Rows` has two side by side."""

@@ -21,54 +21,54 @@ from outrider.targets.protocol import LayerSizes, Target
 from outrider.targets.sizes import frequencies
 
 BLOCK_ROWS = {"cpu": 128}
-"""Rows of drafted blocks that share an attention call in training, by device; elsewhere 1024."""
+"""Rows of drafted blocks per attention call in training, by device; 1024 on others."""
 
 
 class Attend(Protocol):
-    """Attention as a layer calls it; the caller of the layer decides what is attended to."""
+    """Attention as a layer calls it; the caller of the layer provides the mask and the cache."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
-        """q [B, h, n, d], k and v [B, kv heads, n, d] to the attention's output [B, h, n, d]; keys and values may be
-        stored.
+        """The attention's output [B, h, n, d] for q [B, h, n, d], k and v [B, kv heads, n, d], which may be stored.
 
-        Layers are counted through all modules of a model.  sinks as in `attention`.
+        layer: counted over all modules of a model.  sinks as in `attention`.
         """
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> Tensor:
     """Scaled dot-product attention; each kv head serves a group of query heads.
 
-    mask [B or 1, 1, n, all] additive or bool.  sinks [h]: logits of one more key of every head, whose value is 0
-    (gpt-oss, MiMo-V2).
+    mask [B or 1, 1, n, all] additive or bool.  sinks [h]: logits of one more key per head, with value 0 (gpt-oss,
+    MiMo-V2).
     """
     if sinks is not None:
         mask = q.new_zeros(1, 1, 1, k.shape[2]) if mask is None else mask
-        mask = (
-            torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
-        )
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
         mask = mask.expand(len(q), q.shape[1], q.shape[2], -1)
         mask = torch.cat([mask, sinks.to(mask.dtype).view(1, -1, 1, 1).expand_as(mask[..., :1])], -1)
-        k, v = (F.pad(one, (0, 0, 0, 1)) for one in (k, v))
-    times = q.shape[1] // k.shape[1]
-    if times > 1 and mask is not None and stores_scores(q):
-        k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+    group = q.shape[1] // k.shape[1]
+    if group > 1 and mask is not None and stores_scores(q):
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def stores_scores(q: Tensor) -> bool:
-    """Whether torch would keep all scores of heads that share keys for the backward pass.  With a mask only cuDNN knows
-    such heads on a GPU, which does not attend there (`targets.hf.gpu_attention`); keys copied to each head cost far
-    less."""
+    """Whether torch would keep all scores for the backward pass if heads share keys.
+
+    With a mask, only cuDNN supports shared keys on a GPU, and it is off (`targets.hf.gpu_attention`); copying the keys
+    to each head costs far less.
+    """
     return q.is_cuda and torch.is_grad_enabled()
 
 
 def attending(mask: Tensor | None, cache: Any = None) -> Attend:
-    """Attention under this mask, over the keys in `cache`, where one is given, and the new ones."""
+    """Attention under this mask over the new keys, and those in `cache` if there is one."""
     before: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
-        if layer in before:  # asked again: the layer is recomputed, and the cache has more by now
-            k, v = (torch.cat([held, own], 2) for held, own in zip(before[layer], (k, v), strict=True))
+        if layer in before:  # the layer is recomputed, and the cache has grown since
+            k, v = (torch.cat([old, new_rows], 2) for old, new_rows in zip(before[layer], (k, v), strict=True))
         elif cache is not None:
             new = k.shape[2]
             k, v = cache.update(k, v, layer)
@@ -80,8 +80,8 @@ def attending(mask: Tensor | None, cache: Any = None) -> Attend:
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, with its weight in the input's dtype: under autocast they differ, and torch would leave its fused
-    kernel."""
+    """torch's RMSNorm with the weight cast to the input's dtype: under autocast they differ, and torch would not use
+    its fused kernel."""
 
     def __init__(self, size: int, eps: float = 1e-6):
         super().__init__(size, eps=eps)
@@ -91,7 +91,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 def check_heads(shape: LayerSizes) -> None:
-    """Raises DrafterError for heads that don't fit together."""
+    """Raises DrafterError for inconsistent numbers or sizes of heads."""
     if shape.heads % shape.kv_heads:
         raise DrafterError(f"heads {shape.heads} is not a multiple of kv_heads {shape.kv_heads}; choose one that is")
     rotated = int(shape.head_dim * shape.partial_rotary_factor)
@@ -103,17 +103,17 @@ def check_heads(shape: LayerSizes) -> None:
 
 
 class Attention(nn.Module):
-    """Self-attention with rotary positions; its caller decides what is attended to.
+    """Self-attention with rotary positions; the caller provides the mask and the cache.
 
-    gated: sigmoid(W x + b) scales every number of every head before o_proj, x being the layer's input.
+    gated: the output is multiplied by sigmoid(W x + b) before o_proj, where x is the layer's input.
     """
 
     def __init__(
         self, hidden: int, shape: LayerSizes, width: int | None = None, qk_norm: bool = True, gated: bool = False
     ):
-        """width: size of the rows it reads, where they are not of the hidden size that it writes.
+        """width: size of its input rows; the hidden size by default.
 
-        Raises DrafterError for heads that don't fit together.
+        Raises DrafterError for inconsistent numbers or sizes of heads.
         """
         super().__init__()
         check_heads(shape)
@@ -131,7 +131,7 @@ class Attention(nn.Module):
         self, x: Tensor, cos_sin: Tensor, attend: Attend, layer: int, rows: Tensor | None = None,
         rows_cos_sin: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """x [B, n, width]; rows [B, m, width] give keys and values, x unless given; returns [B, n, H]."""
+        """x [B, n, width]; keys and values are of rows [B, m, width], by default of x; returns [B, n, H]."""
         q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, -1))).transpose(1, 2), cos_sin)
         k, v = self.keys_values(x, cos_sin) if rows is None else self.keys_values(rows, rows_cos_sin)
         out = attend(q, k, v, layer).transpose(1, 2).flatten(2)
@@ -161,7 +161,7 @@ class DecoderLayer(nn.Module):
     """A decoder layer of a draft model."""
 
     is_recomputed = False
-    """In training its inputs alone are kept for the backward pass, which computes the rest again."""
+    """Recompute activations in the backward pass; only the layer's inputs are kept."""
 
 
 L = TypeVar("L", bound=DecoderLayer)
@@ -169,26 +169,26 @@ P = ParamSpec("P")
 
 
 def recomputable(forward: Callable[Concatenate[L, P], Tensor]) -> Callable[Concatenate[L, P], Tensor]:
-    """A layer's pass, computed again in the backward pass where `is_recomputed` says so.
+    """A layer's forward that is recomputed in the backward pass if `is_recomputed`.
 
-    What it attends with may be called twice for one pass, and must answer the same.
+    The `Attend` may then be called twice per pass, and must return the same both times.
     """
 
-    # nothing in a layer is drawn
+    # a layer draws no random numbers
     twice: Callable[..., Tensor] = functools.partial(
         checkpoint, forward, use_reentrant=False, preserve_rng_state=False
     )  # fmt: skip
 
     @functools.wraps(forward)
-    def either(layer: L, *given: P.args, **named: P.kwargs) -> Tensor:
+    def either(layer: L, *args: P.args, **kwargs: P.kwargs) -> Tensor:
         is_recomputed = layer.is_recomputed and layer.training and torch.is_grad_enabled()
-        return (twice if is_recomputed else forward)(layer, *given, **named)
+        return (twice if is_recomputed else forward)(layer, *args, **kwargs)
 
     return either
 
 
 def recompute(model: nn.Module, is_recomputed: bool) -> int:
-    """Set `is_recomputed` of all layers of a model.  Returns how many it has."""
+    """Set `is_recomputed` of all layers of a model.  Returns their number."""
     layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
     for layer in layers:
         layer.is_recomputed = is_recomputed
@@ -196,14 +196,13 @@ def recompute(model: nn.Module, is_recomputed: bool) -> int:
 
 
 class ContextLayer(DecoderLayer):
-    """One decoder layer of a draft model.  The context enters as keys and values only, without this layer's input
-    norm."""
+    """A decoder layer whose context enters as keys and values only, without the layer's input norm."""
 
     def __init__(
         self, hidden: int, shape: LayerSizes, qk_norm: bool = True, input_norm: bool = True,
         convolution: Callable[[], nn.Module] | None = None,
     ):  # fmt: skip
-        """convolution: makes what goes around each sublayer, such as a `DynamicConvolution`; nothing unless given."""
+        """convolution: makes a module around each sublayer, such as a `DynamicConvolution`; none by default."""
         super().__init__()
         self.input_layernorm = RMSNorm(hidden, shape.rms_norm_eps) if input_norm else nn.Identity()
         self.self_attn = Attention(hidden, shape, qk_norm=qk_norm)
@@ -217,11 +216,11 @@ class ContextLayer(DecoderLayer):
         self, x: Tensor, cos_sin: Tensor, attend: Attend, layer: int = 0, context: Tensor | None = None,
         rows_cos_sin: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """x [B, Q, H]; context [B, C, H] or none, rows_cos_sin of context and x; returns [B, Q, H]."""
+        """x [B, Q, H]; context [B, C, H] or None, with rows_cos_sin of context and x; returns [B, Q, H]."""
 
-        def attended(own: Tensor) -> Tensor:
-            rows = None if context is None else torch.cat([context, own], 1)
-            return self.self_attn(own, cos_sin, attend, layer, rows, rows_cos_sin)
+        def attended(normed: Tensor) -> Tensor:
+            rows = None if context is None else torch.cat([context, normed], 1)
+            return self.self_attn(normed, cos_sin, attend, layer, rows, rows_cos_sin)
 
         x = x + _around(self.attention_conv, self.input_layernorm(x), attended)
         return x + _around(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
@@ -256,7 +255,7 @@ class PairLayer(DecoderLayer):
 
 
 class FusedTaps(nn.Module):
-    """The input of a draft model that reads several target layers: fc makes one feature of them."""
+    """The input of a draft model that reads several target layers: fc fuses them into one feature."""
 
     config: Any
 
@@ -275,12 +274,13 @@ def rotary(positions: Tensor, shape: LayerSizes) -> Tensor:
     """cos and sin of the rotary angles, float32: [2, B, 1, n, rotated / 2] for positions [B, n]."""
     each, scale = frequencies(shape, positions.device)
     phase = positions[:, None, :, None].float() * each
-    found = torch.stack([phase.cos(), phase.sin()])
-    return found if scale == 1.0 else found * scale
+    cos_sin = torch.stack([phase.cos(), phase.sin()])
+    return cos_sin if scale == 1.0 else cos_sin * scale
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Apply rotary positions to x [B, h, n, d]: number i and i + rotated / 2 are rotated together, the rest stays."""
+    """Apply rotary positions to x [B, h, n, d]: numbers i and i + rotated / 2 are rotated together; the rest is
+    unchanged."""
     cos, sin = cos_sin.to(x.dtype)
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
@@ -293,15 +293,15 @@ def block_mask(
 ) -> Tensor:
     """Attention mask of drafted blocks in training: [B, 1, A * block, length + A * block] bool.
 
-    A block whose anchor is at position a attends to context strictly before a, of a's own text, and to all of itself,
-    never to another block.  anchors [B, A] positions, documents [B, S], of which the first `length` are context; live
-    [B, A] bool; a dead block attends to itself alone. block: its input slots.  window: positions back from each slot
-    that it attends to, its own included; at least a block, all unless given.
+    A block with its anchor at position a attends to itself and to context of the same text strictly before a, never to
+    another block.  anchors [B, A] positions; documents [B, S], of which the first `length` are context; live [B, A]
+    bool, others attend only to themselves.  block: its input slots.  window: positions that each slot attends to,
+    itself and those just before it, at least a block; None for all.
     """
     before = torch.arange(length, device=anchors.device) < anchors[..., None]
-    own = documents.gather(1, anchors)[..., None] == documents[:, None, :length]
+    is_same_text = documents.gather(1, anchors)[..., None] == documents[:, None, :length]
     itself = torch.eye(anchors.shape[1], dtype=torch.bool, device=anchors.device).repeat_interleave(block, 1)
-    mask = torch.cat([before & own & live[..., None], itself.expand(len(anchors), -1, -1)], -1)
+    mask = torch.cat([before & is_same_text & live[..., None], itself.expand(len(anchors), -1, -1)], -1)
     mask = mask.repeat_interleave(block, 1)
     if window is not None:
         slots = (anchors[..., None] + torch.arange(block, device=anchors.device)).flatten(1)
@@ -312,8 +312,8 @@ def block_mask(
 class BlockAttention:
     """Attention of drafted blocks in training as under `block_mask`, a few blocks at a time.
 
-    Blocks do not attend to each other, so most scores of one mask over all are computed to be hidden; here a group has
-    the context up to its last anchor and its own keys alone.
+    Blocks do not attend to each other, so one mask over all would hide most scores; here a group of blocks gets only
+    its own keys and the context up to its last anchor.
     """
 
     def __init__(self, anchors: Tensor, block: int, documents: Tensor, live: Tensor, window: int | None = None):
@@ -321,25 +321,27 @@ class BlockAttention:
         self._length, self._width = documents.shape[1], block
         self._blocks = max(1, BLOCK_ROWS.get(anchors.device.type, 1024) // block)
         groups = anchors.split(self._blocks, 1)
-        # a GPU would have to be waited for
+        # on a GPU it would synchronise
         is_cpu = anchors.device.type == "cpu"
         self._ends = [int(at.max()) if is_cpu else self._length for at in groups]
         parts = zip(groups, live.split(self._blocks, 1), self._ends, strict=True)
         self._masks = [block_mask(at, end, block, documents, there, window) for at, there, end in parts]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
-        if self._masks[0].dtype != q.dtype:  # once for all layers: each would store its own for the backward pass
-            self._masks = [torch.zeros_like(one, dtype=q.dtype).masked_fill(~one, -torch.inf) for one in self._masks]
-        rows, found = self._blocks * self._width, []
-        own = (x[:, :, self._length :].split(rows, 2) for x in (k, v))
-        for asks, keys, values, end, mask in zip(q.split(rows, 2), *own, self._ends, self._masks, strict=True):
-            keys, values = (torch.cat([x[:, :, :end], mine], 2) for x, mine in ((k, keys), (v, values)))
-            found.append(attention(asks, keys, values, mask, sinks))
-        return torch.cat(found, 2)
+        if self._masks[0].dtype != q.dtype:  # once for all layers, which would each keep a copy for the backward pass
+            self._masks = [torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf) for mask in self._masks]
+        rows, outputs = self._blocks * self._width, []
+        block_parts = (x[:, :, self._length :].split(rows, 2) for x in (k, v))
+        for queries, keys, values, end, mask in zip(
+            q.split(rows, 2), *block_parts, self._ends, self._masks, strict=True
+        ):
+            keys, values = (torch.cat([x[:, :, :end], block_part], 2) for x, block_part in ((k, keys), (v, values)))
+            outputs.append(attention(queries, keys, values, mask, sinks))
+        return torch.cat(outputs, 2)
 
 
 class Shift(nn.Module):
-    """h_k <- W [h_k; h_{k-1}] within a block; slot 0 is its own predecessor."""
+    """h_k <- W [h_k; h_{k-1}] within a block; h_0 takes itself as predecessor."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -356,16 +358,16 @@ def rollout_mask(text_mask: Tensor, at: Tensor, taken: Sequence[int], slots: int
     """Attention mask of the rows of block len(taken) + 1 over all blocks so far, [B, A * K, (P + len(taken) * A) * K]
     bool.
 
-    Rows attend to whole first blocks of earlier pairs, to the taken slots of their own pair's earlier blocks, and to
-    their own block up to themselves.  text_mask [B, P, P] is the mask of pairs; at [B, A], in the first block every
-    pair.
+    Rows attend to the whole first blocks of earlier pairs, to the `taken` slots of their pair's earlier blocks, and to
+    their own block up to themselves.  text_mask [B, P, P] is the mask of pairs; at [B, A] pairs, all of them in the
+    first block.
     """
     order = torch.arange(slots, device=at.device)
-    own = [*((order < count).expand(slots, -1) for count in taken), order[:, None] >= order]
+    own_masks = [*((order < count).expand(slots, -1) for count in taken), order[:, None] >= order]
     is_own = torch.arange(text_mask.shape[-1], device=at.device) == at[..., None]
     before = text_mask.gather(1, at[..., None].expand(-1, -1, text_mask.shape[-1]))
     # [B, A, K, P, K]
-    first = torch.where(is_own[:, :, None, :, None], own[0][:, None], before[:, :, None, :, None])
+    first = torch.where(is_own[:, :, None, :, None], own_masks[0][:, None], before[:, :, None, :, None])
     same = torch.eye(at.shape[1], dtype=torch.bool, device=at.device)[:, None, :, None]
-    later = [(same & own_mask[:, None]).expand(len(at), -1, -1, -1, -1) for own_mask in own[1:]]
+    later = [(same & own_mask[:, None]).expand(len(at), -1, -1, -1, -1) for own_mask in own_masks[1:]]
     return torch.cat([block.flatten(3).flatten(1, 2) for block in (first, *later)], -1)

@@ -1,7 +1,7 @@
-"""Small heads on drafted states: a correction from the tokens before, a confidence, a vocabulary of fewer tokens.
+"""Small heads on drafted states: corrections by earlier tokens, confidences, reduced vocabularies, ranks.
 
-DSpark: semi-autoregressive drafting (arXiv 2607.05147).  K slots of a block, H hidden size, r rank, V vocabulary, D of
-it that a draft may hold.  Parameter names follow the released checkpoints.
+K slots of a block, H hidden size, r rank, V vocabulary, D tokens that can be drafted.  Parameter names follow the
+released checkpoints.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ MarkovKind = Literal["vanilla", "gated", "rnn"]
 
 
 class MarkovHead(nn.Module):
-    """A low-rank bias on slot k's logits from the token in slot k - 1 (slot 0: the anchor).
+    """A low-rank bias on slot k's logits from the token in slot k - 1 (slot 0: the anchor).  (DSpark, arXiv
+    2607.05147.)
 
-    vanilla: W2 W1[x].  gated: W2 (g * W1[x]) with g = sigmoid(A [h; W1[x]]).  rnn: a gated state runs along the block.
+    vanilla: W2 W1[x].  gated: W2 (g * W1[x]) with g = sigmoid(A [h; W1[x]]).  rnn: a gated recurrent state along the
+    block.
     """
 
     def __init__(self, kind: MarkovKind, vocabulary: int, hidden: int, rank: int, drafted: int | None = None):
-        """drafted: how many tokens a draft may hold; all unless given."""
+        """drafted: number of tokens that can be drafted; by default all."""
         super().__init__()
         self.kind, self.rank = kind, rank
         self.markov_w1 = nn.Embedding(vocabulary, rank)
@@ -42,7 +44,7 @@ class MarkovHead(nn.Module):
 
     @torch.no_grad()
     def begin(self, words: Tensor) -> None:
-        """Let W1 begin as a random projection of the target's embedding [V, H], so that similar words stay similar."""
+        """Initialise W1 as a random projection of the target's embedding [V, H], so that similar tokens are similar."""
         words = words.float() - words.float().mean(0)
         projected = words @ nn.init.orthogonal_(torch.empty(words.shape[1], self.rank)).to(words.device)
         self.markov_w1.weight.copy_(projected / projected.std().clamp(min=1e-9))
@@ -65,7 +67,7 @@ class MarkovHead(nn.Module):
         return self.markov_w2(word), state
 
     def along(self, previous: Tensor, hidden: Tensor) -> Tensor:
-        """Whole blocks with known tokens: previous [..., K], hidden [..., K, H].  Returns [..., K, V]."""
+        """Biases [..., K, V] of whole blocks whose tokens are given: previous [..., K], hidden [..., K, H]."""
         if self.kind != "rnn":
             return self(previous, hidden, hidden)[0]
         state, biases = self.start(hidden[..., 0, :]), []
@@ -76,14 +78,14 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """Probability that slot k is accepted once the slots before it were: sigmoid((w [h; W1[x]] + b + shift_k) / T_k).
+    """Probability that slot k is accepted if the slots before it are: sigmoid((w [h; W1[x]] + b + shift_k) / T_k).
 
-    Known before slot k is drawn.  Shifts and temperatures keep the order within a slot; see
+    It does not depend on slot k's token.  Shifts and temperatures are calibrated after training; see
     `outrider.training.fitting.calibrate`.
     """
 
     defaults = ("shifts", "temperatures")
-    """Saved buffers that older checkpoints may lack; they then keep their initial values."""
+    """Saved buffers that older checkpoints may lack; they keep their initial values."""
     temperatures: Tensor
     """[K], 1 until calibrated; training does not read them."""
     shifts: Tensor
@@ -96,22 +98,22 @@ class ConfidenceHead(nn.Module):
         self.register_buffer("shifts", torch.zeros(slots))
 
     def forward(self, features: Tensor) -> Tensor:
-        """features [..., F]; returns logits [...] as they are trained, not calibrated."""
+        """Uncalibrated logits [...], as in training, from features [..., F]."""
         return self.proj(features)[..., 0]
 
     def served(self, logits: Tensor) -> Tensor:
-        """Confidences [..., K], float32, of a whole block's logits [..., K]."""
-        # float32: near 1 bf16 goes in steps of 0.004, and products of slots add them up
+        """Calibrated confidences [..., K], float32, of a whole block's logits [..., K]."""
+        # float32: near 1, bf16 has steps of 0.004, which add up in products of slots
         return ((logits.float() + self.shifts.float()) / self.temperatures.float()).sigmoid()
 
 
 class ReducedHead(nn.Module):
-    """A head of its own over the D most frequent tokens; the others can't be drafted.  (EAGLE-3, arXiv 2503.01840.)"""
+    """A trained head over the D most frequent tokens; the others can't be drafted.  (EAGLE-3, arXiv 2503.01840.)"""
 
     d2t: Tensor
     """[D] int64: draft id i is the target's i + d2t[i]."""
     t2d: Tensor
-    """[V] bool, which of the target's tokens can be drafted."""
+    """[V] bool, True for tokens of the target that can be drafted."""
 
     def __init__(self, target: Target, size: int):
         super().__init__()
@@ -124,7 +126,7 @@ class ReducedHead(nn.Module):
 
     @torch.no_grad()
     def begin(self, counts: Tensor) -> None:
-        """Take the most frequent tokens, the lower id of equals, and the target's own rows for them.  counts [V]."""
+        """Choose the most frequent tokens, the lower id of equals, and copy the target's rows for them.  counts [V]."""
         ids = most_frequent(counts, len(self.d2t)).to(self.d2t.device)
         self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
         self.t2d.fill_(False)[ids] = True
@@ -132,23 +134,23 @@ class ReducedHead(nn.Module):
 
     @property
     def ids(self) -> Tensor:
-        """[D] the target's ids of what can be drafted, ascending."""
+        """[D] the target's ids of the tokens that can be drafted, ascending."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     @property
     def content_hash(self) -> str:
-        """Of the ids, 16 hex digits: two heads of one hash draft the same tokens."""
+        """Hash of the ids, 16 hex digits: heads with equal hashes draft the same tokens."""
         return hashlib.sha256(str(self.ids.tolist()).encode()).hexdigest()[:16]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [..., H]; logits [..., V] with -inf where no draft goes."""
-        found = self.lm_head(hidden)
-        whole = found.new_full((*found.shape[:-1], len(self.t2d)), -torch.inf)
-        return whole.index_copy(-1, self.ids, found)
+        """Logits [..., V] of hidden [..., H]; -inf for tokens that can't be drafted."""
+        reduced = self.lm_head(hidden)
+        whole = reduced.new_full((*reduced.shape[:-1], len(self.t2d)), -torch.inf)
+        return whole.index_copy(-1, self.ids, reduced)
 
 
 class VocabularyModel(DraftModel):
-    """A draft model that ends in the target's head, or in its own head over fewer tokens."""
+    """A draft model with the target's head, or with its own head over fewer tokens."""
 
     head: ReducedHead | None
 
@@ -160,12 +162,12 @@ class VocabularyModel(DraftModel):
         return {} if self.head is None else {"draft_vocabulary": self.head.content_hash}
 
     def logits(self, states: Tensor) -> Tensor:
-        """[..., V] of states [..., H]; -inf where a reduced vocabulary has no token."""
+        """Logits [..., V] of states [..., H]; -inf for tokens outside a reduced vocabulary."""
         return super().logits(states) if self.head is None else self.head(states)
 
 
 class PrefixGRU(nn.Module):
-    """A state of a block's tokens so far: one layer of torch's GRU without biases, with its names of weights.  g state
+    """A state of a block's tokens so far: one layer of torch's GRU without biases, with its parameter names.  g state
     size."""
 
     def __init__(self, size: int, state: int):
@@ -180,29 +182,29 @@ class PrefixGRU(nn.Module):
         return words.new_zeros(*words.shape[:-1], self.weight_hh_l0.shape[1])
 
     def forward(self, words: Tensor, state: Tensor) -> Tensor:
-        """One token more: embeddings words [..., size], state [..., g]; returns the next state."""
+        """The next state [..., g] after one token, with embedding words [..., size], from state [..., g]."""
         return self._next(F.linear(words, self.weight_ih_l0), state)
 
     def along(self, words: Tensor) -> Tensor:
-        """States after every token of whole blocks: words [..., K, size] to [..., K, g]."""
+        """States [..., K, g] after every token of whole blocks, words [..., K, size]."""
         states, state = [], self.start(words[..., 0, :])
-        for given in F.linear(words, self.weight_ih_l0).unbind(-2):
-            state = self._next(given, state)
+        for inputs in F.linear(words, self.weight_ih_l0).unbind(-2):
+            state = self._next(inputs, state)
             states.append(state)
         return torch.stack(states, -2)
 
-    def _next(self, given: Tensor, state: Tensor) -> Tensor:
-        reset, update, candidate = given.chunk(3, -1)
-        before = F.linear(state.to(given.dtype), self.weight_hh_l0).chunk(3, -1)
+    def _next(self, inputs: Tensor, state: Tensor) -> Tensor:
+        reset, update, candidate = inputs.chunk(3, -1)
+        before = F.linear(state.to(inputs.dtype), self.weight_hh_l0).chunk(3, -1)
         update = torch.sigmoid(update + before[1])
         candidate = torch.tanh(candidate + torch.sigmoid(reset + before[0]) * before[2])
         return (1 - update) * candidate + update * state
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W x + b), begun at x.  (Medusa, arXiv 2401.10774.)
+    """x + SiLU(W x + b), initially x.  (Medusa, arXiv 2401.10774.)
 
-    With `num_words` words it reads y = [x; words]: R y + SiLU(W y + b), where R begins as selecting x from y.
+    With `num_words` words it reads y = [x; words]: R y + SiLU(W y + b), where R initially selects x from y.
     (Hydra, arXiv 2402.05109.)
     """
 
@@ -224,12 +226,12 @@ class ResidualBlock(nn.Module):
 # ── the rank of the target's choice in a draft's distribution (SpecBlock, arXiv 2605.07243) ───────────────────────────
 
 RANKS = (1, 4, 10)
-"""The target's choice is in class 0 at rank 1, in 1 up to rank 4, in 2 up to rank 10, else in 3."""
+"""Upper ranks of the classes: the target's choice is in class 0 at rank 1, 1 up to rank 4, 2 up to rank 10, else 3."""
 CLASSES = len(RANKS) + 1
 
 
 class RankHead(nn.Module):
-    """Which class the rank of the target's choice is in, from a slot's state and the top of its distribution."""
+    """Predicts the class of the rank of the target's choice from a slot's state and the top of its distribution."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -237,7 +239,7 @@ class RankHead(nn.Module):
 
     def forward(self, states: Tensor, logits: Tensor) -> Tensor:
         """states [..., H], logits [..., V]; returns logits [..., 4]."""
-        # at least -20: a reduced vocabulary says -inf
+        # at least -20: a reduced vocabulary has -inf
         best = log_probs(logits).topk(min(20, logits.shape[-1]), -1).values.clamp(min=-20.0)
         best = F.pad(best, (0, 20 - best.shape[-1]), value=-20.0)
         entropy = -(best.exp() * best).sum(-1, keepdim=True)
@@ -246,14 +248,14 @@ class RankHead(nn.Module):
         return self.mlp(torch.cat([states, features.to(states.dtype)], -1))
 
 
-def rank_class(draft: Tensor, wanted: Tensor) -> Tensor:
-    """Class of the rank that draft logits [m, V] give the tokens wanted [m]; equal logits rank after it."""
-    rank = (draft > draft.gather(-1, wanted[:, None])).sum(-1)
+def rank_class(draft: Tensor, tokens: Tensor) -> Tensor:
+    """Class of the rank of tokens [m] in draft logits [m, V]; equal logits rank after the token."""
+    rank = (draft > draft.gather(-1, tokens[:, None])).sum(-1)
     return torch.bucketize(rank, torch.tensor(RANKS, device=draft.device), right=True)
 
 
 def ordinal_targets(classes: int = CLASSES) -> Tensor:
-    """Row t is the label distribution where t is true, [4, 4]: 1 / (1 + |c - t| + max(t - c, 0))^2, summing to 1.
+    """[4, 4], row t the label distribution if class t is true: 1 / (1 + |c - t| + max(t - c, 0))^2, normalised.
 
     A rank predicted too low costs twice as much as one predicted too high.
     """
@@ -264,10 +266,10 @@ def ordinal_targets(classes: int = CLASSES) -> Tensor:
 
 
 def rank_loss(logits: Tensor, true: Tensor) -> Tensor:
-    """[m] cross entropy against the ordinal targets less their own entropy, times 1 + |t - p| + max(t - p, 0), p
-    predicted.
+    """[m] cross entropy against the ordinal targets minus their entropy, times 1 + |t - p| + max(t - p, 0) for the
+    predicted class p.
 
-    The entropy has no gradient; without it 0 is what a perfect head gets.
+    The entropy has no gradient; subtracting it gives a perfect head a loss of 0.
     """
     soft = ordinal_targets(logits.shape[-1]).to(logits)[true]
     off = true - logits.detach().argmax(-1)
@@ -275,7 +277,7 @@ def rank_loss(logits: Tensor, true: Tensor) -> Tensor:
 
 
 def class_weights(ranks: Tensor) -> Tensor:
-    """[4] in proportion to min(1, 10 / how often a class is there), with a mean of 1 over these rows [m]."""
+    """[4] weights in proportion to min(1, 10 / count of the class), with a mean of 1 over these rows [m]."""
     counts = torch.bincount(ranks, minlength=CLASSES)
     weights = (10.0 / counts.clamp(min=1)).clamp(max=1)
     # from the counts: a mean over rows would depend on their order

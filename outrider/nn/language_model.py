@@ -1,4 +1,4 @@
-"""Language models as drafters: reading what a cache lacks of a text, and training one on the target's texts.
+"""Language models as drafters: reading new tokens into a cache, and training on the target's texts.
 
 B slots, R rows, S tokens, H hidden size, V vocabulary.
 """
@@ -25,30 +25,31 @@ from outrider.targets.protocol import Target, members_of
 
 
 class ModelConfig(Base):
-    """Which language model drafts."""
+    """The language model that drafts."""
 
     model: str = "demo"
-    """Folder, GGUF file or Hugging Face id of the drafting model; `demo` is the one that ships with Outrider."""
+    """Folder, GGUF file or Hugging Face id of the drafting model; `demo` ships with Outrider."""
     quantize: Literal["int8"] | None = None
-    """Round the linear layers of the drafting model, whatever the target's are; needs torchao."""
+    """Quantise the linear layers of the drafting model, whatever the target's are; needs torchao."""
     device: str | None = None
-    """Device that drafts, such as cuda:1; the target's unless given."""
+    """Device of the drafter, such as cuda:1; the target's by default."""
 
 
 def loaded(config: ModelConfig, target: Target) -> TransformersTarget:
-    """The drafting model, on the target's device and of its type; of an ensemble that has it, the member itself."""
+    """The drafting model, on the target's device and in its dtype; if the target is an ensemble with it, that
+    member."""
     for member in members_of(target) if config.quantize is None else ():
         if member.spec.name == folder(config.model):
-            found: TransformersTarget = member
-            return found
+            model: TransformersTarget = member
+            return model
     name = folder(config.model)
-    if locate(name) is not None:  # its weights stay in their blocks, whatever the target's are
+    if locate(name) is not None:  # a GGUF file keeps its own quantisation
         return load_target(name, quantize=config.quantize)
     return load_target(name, device=target.device, dtype=target.spec.dtype, quantize=config.quantize)
 
 
 def room(model: TransformersTarget, kind: str, length: int) -> int:
-    """Tokens of a text that the model can read and still draft `length` more.  Raises ConfigError where there are
+    """Most tokens of a text that leave room for `length` drafted ones in the model's context.  Raises ConfigError for
     none."""
     left = model.spec.context - length
     if left < 1:
@@ -61,9 +62,9 @@ def room(model: TransformersTarget, kind: str, length: int) -> int:
 def read_texts(
     model: TransformersTarget, cache: SlotCache, rows: Sequence[int], texts: Sequence[list[int]], most: int
 ) -> Tensor:
-    """Read what the cache lacks of these texts; logits [R, V] after the last token of each.
+    """Read the tokens of these texts that are not in the cache; logits [R, V] after the last token of each.
 
-    most: tokens that a step brings; a slot that lacks more is read alone, since it would pad all others.
+    most: new tokens of a usual step; a slot with more is read alone first, since it would pad all others.
     """
     for row, text in zip(rows, texts, strict=True):
         if len(rows) > 1 and len(text) - cache.lengths[row] > most:
@@ -73,7 +74,7 @@ def read_texts(
 
 
 def read_one(model: TransformersTarget, cache: SlotCache, rows: Sequence[int], tokens: Tensor) -> Tensor:
-    """Read one token more in every slot; logits [R, V] after it.  tokens [R]."""
+    """Logits [R, V] after one more token per slot.  tokens [R]."""
     logits = model.verify(cache, rows, tokens, Draft.empty(len(rows), tokens.device)).logits[:, -1]
     cache.append([1] * len(rows))
     return logits
@@ -83,7 +84,7 @@ def read_one(model: TransformersTarget, cache: SlotCache, rows: Sequence[int], t
 
 
 class TokenRows(DetachedRows):
-    """Predictions of a language model: a row, and a block, for every token that is one to learn."""
+    """Predictions of a language model: one row, and one block, per trained token."""
 
     def __init__(self, model: Any, batch: Batch):
         documents = batch.documents

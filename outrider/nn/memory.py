@@ -30,22 +30,22 @@ from outrider.targets.protocol import Target
 class FeatureBuffer:
     """The target's features of every slot's tokens that the drafter has not read yet, in order.
 
-    A feature and the next token are a pair, which drafters like EAGLE read (Li et al. 2401.15077): pair i holds the
-    taps of position i and token i + 1, has rotary position i, and is known once that token is, so the newest one ends
-    in the anchor. A draft from pair i predicts token i + 2 first.
+    A feature and the next token are a pair, which drafters like EAGLE read (arXiv 2401.15077): pair i has the taps of
+    position i, token i + 1 and rotary position i, so the token of the newest pair is the anchor.  A draft from pair i
+    first predicts token i + 2.
     """
 
     MAX_PASSES = 256
-    """Passes whose features are stored without a copy, so that nothing is copied for a text that ends before."""
+    """Most passes whose features are stored without a copy; shorter texts never need one."""
     MAX_UNREAD = 256
-    """Features of a slot that stay unread while nothing is drafted."""
+    """Most features of a slot that stay unread while nothing is drafted."""
 
     def __init__(self, slots: int, taps: int, target: Target, dtype: torch.dtype):
-        """taps: hidden states in a feature of one token."""
+        """taps: number of hidden states in the feature of one token."""
         self._parts: list[list[tuple[Tensor, Sequence[int]]]] = [[] for _ in range(slots)]
-        """Per slot: features [n, ...] of passes, and which of their rows are unread, ascending."""
+        """Per slot and pass: features [n, ...] and their unread rows, ascending."""
         self._plain: list[Tensor] = []
-        """Features [B, 1, ...] of the newest passes, where these drafted nothing: they are given to `_rows` at once."""
+        """Features [B, 1, ...] of the latest passes without drafts, all of slots `_rows`."""
         self._rows: list[int] = []
         self._none = torch.empty(0, taps, target.spec.hidden, device=target.device, dtype=dtype)
         self.read = [0] * slots
@@ -76,16 +76,16 @@ class FeatureBuffer:
 
     @property
     def is_long(self) -> bool:
-        """So many passes drafted nothing that some slots may have more than `MAX_UNREAD`."""
+        """Whether some slots may have more than `MAX_UNREAD` features, after many passes without drafts."""
         return len(self._plain) == self.MAX_PASSES
 
     def count(self, row: int) -> int:
-        """The number of unread entries."""
+        """The number of a slot's unread features."""
         self._flush()
         return sum(len(at) for _, at in self._parts[row])
 
     def _flush(self) -> None:
-        """Give each slot its features of the plain passes."""
+        """Move the features of the passes without drafts to their slots."""
         plain, self._plain = self._plain, []
         if plain:
             features = torch.cat(plain, 1)
@@ -104,23 +104,23 @@ class FeatureBuffer:
         self._parts[row] = [(whole, range(len(whole)))] if len(whole) else []
 
     def take(self, rows: Sequence[int], most: Sequence[int] | None = None) -> tuple[Tensor, list[int]]:
-        """Take the first most[i] unread features, or all: [B, C, ...], right-padded, and how many are real."""
+        """Take the first most[i] unread features, by default all: [B, C, ...], right-padded, and the real counts."""
         self._flush()
-        found = []
+        taken = []
         for i, row in enumerate(rows):
             whole = self._whole(row)
             count = len(whole) if most is None else most[i]
-            found.append(whole[:count])
+            taken.append(whole[:count])
             self._hold(row, whole[count:])
-            self.read[row] += len(found[-1])
-        padded = found[0][None] if len(found) == 1 else nn.utils.rnn.pad_sequence(found, batch_first=True)
-        return padded, [len(own) for own in found]
+            self.read[row] += len(taken[-1])
+        padded = taken[0][None] if len(taken) == 1 else nn.utils.rnn.pad_sequence(taken, batch_first=True)
+        return padded, [len(features) for features in taken]
 
     def take_with_tokens(
         self, rows: Sequence[int], state: DecodeState, leave: int = 0
     ) -> tuple[Tensor, Tensor, list[int]]:
-        """Take all pairs but the last `leave`: taps [B, C, T, H], tokens [B, C], right-padded, and how many are
-        real."""
+        """Take all pairs except the last `leave`: taps [B, C, T, H] and tokens [B, C], right-padded, and the real
+        counts."""
         begins = [self.read[row] + 1 for row in rows]
         taps, counts = self.take(rows, [max(0, self.count(row) - leave) for row in rows])
         spans = zip(rows, begins, counts, strict=True)
@@ -128,7 +128,7 @@ class FeatureBuffer:
         return taps, padded(tokens, 0, state.device), counts
 
     def put_back(self, row: int, features: Tensor, read: int) -> None:
-        """These features [C, ...] of a slot are unread, after `read` others."""
+        """Mark these features [C, ...] of a slot as unread, after `read` others."""
         self._flush()
         self._hold(row, features)
         self.read[row] = read
@@ -140,7 +140,7 @@ class FeatureBuffer:
 
 
 class FeatureMemory:
-    """Keys and values of what every slot has read, and the features that it has not read yet."""
+    """Keys and values of what every slot has read, and its unread features."""
 
     def __init__(self, slots: int, length: int, layers: int, model: DraftModel):
         self.kv_cache = SlotCache(slots, length, model.target.device, layers)
@@ -150,13 +150,13 @@ class FeatureMemory:
 class FeatureDrafter(Drafter, ABC):
     """A drafter that reads the target's features of every committed token, once; its memory is `FeatureMemory`.
 
-    The features of a step are read together with the next draft; more than that, such as a prompt, before it.  While
-    nothing is drafted, `FeatureBuffer.MAX_UNREAD` of a slot wait for the next draft, if there is one.  Of a text that
-    wants no drafts (`Request.max_draft` 0) no prompt is read.
+    The features of a step are read together with the next draft, longer ones such as a prompt before it.  While nothing
+    is drafted, up to `FeatureBuffer.MAX_UNREAD` features of a slot stay unread.  Requests without drafts
+    (`Request.max_draft` 0) are not read at all.
     """
 
     def __init__(self, model: DraftModel, limit: int, most: int):
-        """most: features of one slot that the next draft reads."""
+        """most: most features of one slot that a draft reads."""
         self._packed = prepacked.Packed(model)
         self.model: Any = model
         self.limit, self.most = limit, most
@@ -170,13 +170,13 @@ class FeatureDrafter(Drafter, ABC):
     def admit(
         self, memory: Any, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
     ) -> None:
-        wanted = [b for b, row in enumerate(rows) if state.wants_drafts(row)]
-        if not wanted:
+        drafting = [b for b, row in enumerate(rows) if state.wants_drafts(row)]
+        if not drafting:
             return
         states = self.model.target_states(scores)
-        if len(wanted) < len(rows):
-            rows, lengths = [rows[b] for b in wanted], [lengths[b] for b in wanted]
-            states = states[to_device(wanted, states.device)]
+        if len(drafting) < len(rows):
+            rows, lengths = [rows[b] for b in drafting], [lengths[b] for b in drafting]
+            states = states[to_device(drafting, states.device)]
         memory.features.admit(rows, states, lengths)
         self.catch_up(memory, rows, state, self.most if state.is_drafting else memory.features.MAX_UNREAD)
 
@@ -193,8 +193,8 @@ class FeatureDrafter(Drafter, ABC):
 
     @torch.inference_mode()
     def catch_up(self, memory: Any, rows: Sequence[int], state: DecodeState, most: int | None = None) -> None:
-        """Read ahead in slots with more unread features than `most`, which is what the next draft reads unless given;
-        each slot alone, so none is padded."""
+        """Read the features of slots that have more than `most`, by default more than a draft reads; each slot alone,
+        without padding."""
         most = self.most if most is None else most
         for row in rows:
             if memory.features.count(row) > most:
@@ -206,7 +206,7 @@ class FeatureDrafter(Drafter, ABC):
 
 
 class PairDrafter(FeatureDrafter, ABC):
-    """A drafter that reads pairs.  It drafts nothing before a text's second token, where there is no pair yet."""
+    """A drafter that reads pairs.  It drafts nothing before a text's second token, since there is no pair yet."""
 
     @torch.inference_mode()
     def propose(self, memory: Any, state: DecodeState, budget: Tensor) -> Draft:
@@ -220,7 +220,7 @@ class PairDrafter(FeatureDrafter, ABC):
 
     @abstractmethod
     def draft(self, memory: Any, state: DecodeState, sizes: Tensor) -> Draft:
-        """At most sizes[b] nodes a slot; some slot has one."""
+        """A draft of at most sizes[b] nodes per slot; at least one size is above 0."""
 
 
 # ── the last state alone ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -228,16 +228,17 @@ class PairDrafter(FeatureDrafter, ABC):
 
 @dataclass
 class LastStates:
-    """The target's hidden state of the last token that it read in every slot, and its cache."""
+    """The target's hidden state of the last token that it read in every slot, and the target's cache."""
 
     hidden: Tensor
     """[slots, H]; 0 before the first token."""
-    known: list[bool]
+    is_ready: list[bool]
+    """False before a slot's first token."""
     cache: Any
 
 
 class StateDrafter(Drafter, ABC):
-    """Drafts from these states; nothing after a text's first token, where none is known."""
+    """Drafts from `LastStates`; drafts nothing after a text's first token, since there is no state yet."""
 
     def __init__(self, target: Target, dtype: torch.dtype, limit: int):
         self.target, self.dtype, self.limit = target, dtype, limit
@@ -256,7 +257,7 @@ class StateDrafter(Drafter, ABC):
 
     @torch.inference_mode()
     def propose(self, memory: LastStates, state: DecodeState, budget: Tensor) -> Draft:
-        sizes = budget * torch.tensor([memory.known[row] for row in state.rows])
+        sizes = budget * torch.tensor([memory.is_ready[row] for row in state.rows])
         if not int(sizes.max()):
             return Draft.empty(len(state.rows), state.device)
         with prepacked.enabled():
@@ -264,19 +265,19 @@ class StateDrafter(Drafter, ABC):
 
     @abstractmethod
     def draft(self, memory: LastStates, state: DecodeState, sizes: Tensor) -> Draft:
-        """At most sizes[b] nodes a slot; some slot has one."""
+        """A draft of at most sizes[b] nodes per slot; at least one size is above 0."""
 
     def free(self, memory: LastStates, rows: Sequence[int]) -> None:
         memory.hidden[to_device(rows, memory.hidden.device)] = 0
         for row in rows:
-            memory.known[row] = False
+            memory.is_ready[row] = False
 
     def _keep(self, memory: LastStates, rows: Sequence[int], states: Tensor, at: Sequence[int]) -> None:
-        """Remember states[b, at[b]] of [R, S, H]."""
-        own, slots, last = to_device([*zip(range(len(rows)), rows, at, strict=True)], states.device).unbind(-1)
-        memory.hidden[slots.to(memory.hidden.device)] = states[own, last].to(memory.hidden)
+        """Store states[b, at[b]] of states [R, S, H]."""
+        index, slots, last = to_device([*zip(range(len(rows)), rows, at, strict=True)], states.device).unbind(-1)
+        memory.hidden[slots.to(memory.hidden.device)] = states[index, last].to(memory.hidden)
         for row in rows:
-            memory.known[row] = True
+            memory.is_ready[row] = True
 
 
 # ── a value of each request ───────────────────────────────────────────────────────────────────────────────────────────
@@ -285,19 +286,19 @@ T = TypeVar("T")
 
 
 class RequestDrafter(Drafter, ABC, Generic[T]):
-    """Stores something for each request: it is made when first asked for, and dropped with the request."""
+    """Stores a value per request, created at first use and dropped with the request."""
 
     @abstractmethod
     def new_request(self, tenant: str) -> T:
-        """What is stored for a new request of this tenant."""
+        """The value of a new request of this tenant."""
 
     def allocate(self, cache: Cache) -> list[T | None]:
         return [None] * cache.slots
 
     def of(self, memory: list[T | None], state: DecodeState, row: int) -> T:
-        """What is stored for this slot's request."""
-        found = memory[row] = memory[row] or self.new_request(state.requests[row].tenant)
-        return found
+        """The value of this slot's request."""
+        value = memory[row] = memory[row] or self.new_request(state.requests[row].tenant)
+        return value
 
     def free(self, memory: list[T | None], rows: Sequence[int]) -> None:
         for row in rows:
@@ -305,9 +306,9 @@ class RequestDrafter(Drafter, ABC, Generic[T]):
 
 
 class Lookup(RequestDrafter[TextIndex], ABC):
-    """Looks up the end of each slot's text; a method says in what."""
+    """Looks up the end of each slot's text; a subclass chooses the index."""
 
-    watches = True  # what it observes is the text
+    watches = True  # it observes the text, not its own draft
 
     def __init__(self, limit: int, tries: Tries):
         self.limit, self.tries = limit, tries
@@ -319,19 +320,21 @@ class Lookup(RequestDrafter[TextIndex], ABC):
         self, memory: list[TextIndex | None], state: DecodeState, drafted: Sequence[Sequence[int]], budget: Tensor
     ) -> Draft:
         slots = zip(state.rows, drafted, budget.tolist(), strict=True)
-        found = [self._read(memory, state, row).propose(state.tokens[row], most, path) for row, path, most in slots]
-        return trees.of_lists([own.tokens for own in found], [own.parents for own in found], state.device)
+        proposals = [self._read(memory, state, row).propose(state.tokens[row], most, path) for row, path, most in slots]
+        return trees.of_lists(
+            [proposal.tokens for proposal in proposals], [proposal.parents for proposal in proposals], state.device
+        )
 
     def observe(
         self, memory: list[TextIndex | None], state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores
     ) -> None:
-        """Others find what was committed at once, even if the text ends here."""
+        """Make committed tokens visible to other requests at once, even if the text ends here."""
         if self.tries.shared:
             for row in state.rows:
                 self._read(memory, state, row)
 
     def _read(self, memory: list[TextIndex | None], state: DecodeState, row: int) -> TextIndex:
-        """The slot's text, everything committed read."""
+        """The slot's index, with all committed tokens read."""
         text = self.of(memory, state, row)
         text.read(state.tokens[row])
         return text

@@ -1,8 +1,8 @@
-"""Positions of each text shared out over processes, which exchange them for heads at every attention.
+"""Sequence parallelism: processes split the positions of each text, and exchange them for heads at every attention.
 
-Process r of N has positions r, r + N, r + 2N, … of every text, and of every N drafted blocks one, so each has about as
-much to learn.  At an attention it gives its rows of all heads and gets all rows of its own heads (DeepSpeed-Ulysses,
-arXiv 2309.14509).  So the attention, whatever its mask, is that of one process, and all else holds 1 / N of the rows.
+Process r of N has positions r, r + N, r + 2N, … of every text, and every N-th drafted block, so all have about the same
+number of trained rows.  At an attention it sends its rows of all heads and receives all rows of its own heads
+(DeepSpeed-Ulysses, arXiv 2309.14509).  So attention sees whole texts, and everything else holds 1 / N of the rows.
 
 B sequences, n rows of this process, N processes, h heads, d head size.
 """
@@ -21,7 +21,7 @@ from outrider.nn.blocks import Attend
 
 
 class Exchange(torch.autograd.Function):
-    """Piece j of [N, …] goes to process j; what comes back is every process's piece for this one, by rank."""
+    """Send piece j of [N, …] to process j; returns every process's piece for this one, by rank."""
 
     @staticmethod
     def forward(context: Any, pieces: Tensor, group: Any) -> Tensor:
@@ -36,58 +36,58 @@ class Exchange(torch.autograd.Function):
 
 
 class Stripe:
-    """The positions of each text that one of `count` processes has."""
+    """The positions of each text that belong to one of `count` processes."""
 
     def __init__(self, rank: int, count: int, group: Any):
-        """group: torch's, of these processes alone."""
+        """group: torch's process group of these processes only."""
         self.rank, self.count, self._group = rank, count, group
 
     def own(self, values: Tensor) -> Tensor:
-        """Every N-th of values [B, S, …], with zeros behind them where S is not a multiple of N."""
+        """Every N-th of values [B, S, …], padded with zeros if S is not a multiple of N."""
         return _filled(values, 1, self.count)[:, self.rank :: self.count].contiguous()
 
     def attend(self, whole: Attend, context: int, blocks: int, width: int) -> Attend:
-        """Attention of this process's rows, by that of all rows.
+        """Attention of this process's rows, computed by `whole` over all rows.
 
-        whole: takes all keys of the context, then of the blocks, for some of the heads.  Numbers of all processes:
-        positions of the context, and blocks, each of `width` rows.
+        whole: takes all keys of the context, then of the blocks, for some of the heads.  context: positions, and
+        blocks, each of `width` rows, of all processes together.
         """
 
         def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
             check_heads(k.shape[1], self.count)
             before = k.shape[2] - q.shape[2]
             parts = [q, k[:, :, before:], v[:, :, before:], k[:, :, :before], v[:, :, :before]]
-            sent = [part.unflatten(1, (self.count, -1)).movedim(1, 0) for part in parts]
+            pieces = [part.unflatten(1, (self.count, -1)).movedim(1, 0) for part in parts]
             units = [(blocks, width)] * 3 + [(context, 1)] * 2
             q, k, v, k_before, v_before = (
-                _woven(part, *unit) for part, unit in zip(self._exchanged(sent), units, strict=True)
+                _woven(part, *unit) for part, unit in zip(self._exchanged(pieces), units, strict=True)
             )
             k, v = torch.cat([k_before, k], 2), torch.cat([v_before, v], 2)
-            found = whole(q, k, v, layer, None if sinks is None else sinks.chunk(self.count)[self.rank])
-            rows = _filled(found.unflatten(2, (blocks, width)), 2, self.count).unflatten(2, (-1, self.count))
-            [back] = self._exchanged([rows.movedim(3, 0).flatten(3, 4)])
-            return back.movedim(0, 1).flatten(1, 2)
+            output = whole(q, k, v, layer, None if sinks is None else sinks.chunk(self.count)[self.rank])
+            rows = _filled(output.unflatten(2, (blocks, width)), 2, self.count).unflatten(2, (-1, self.count))
+            [own_rows] = self._exchanged([rows.movedim(3, 0).flatten(3, 4)])
+            return own_rows.movedim(0, 1).flatten(1, 2)
 
         return attend
 
     def _exchanged(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Parts [N, …], each of one shape in all processes, as `Exchange`, in one call."""
+        """Parts [N, …], of equal shapes in all processes, exchanged in one call."""
         flat = Exchange.apply(torch.cat([part.flatten(1) for part in parts], 1), self._group)
         sizes = [part[0].numel() for part in parts]
-        return [one.reshape(part.shape) for one, part in zip(flat.split(sizes, 1), parts, strict=True)]
+        return [piece.reshape(part.shape) for piece, part in zip(flat.split(sizes, 1), parts, strict=True)]
 
 
 def check_heads(kv_heads: int, count: int) -> None:
-    """Raises ConfigError for heads that can't be shared out."""
+    """Raises ConfigError for heads that can't be split over the processes."""
     if kv_heads % count:
         raise ConfigError(
-            f"train.sequence_parallel {count} shares out heads, and the drafter's kv_heads are {kv_heads}; set a "
-            "number that divides them"
+            f"train.sequence_parallel {count} splits heads, and the drafter has kv_heads {kv_heads}; set a number that "
+            "divides it"
         )
 
 
 def _filled(values: Tensor, dim: int, count: int) -> Tensor:
-    """values with zeros behind, so that their size at `dim` is a multiple of `count`."""
+    """values padded with zeros to a multiple of `count` at `dim`."""
     missing = -values.shape[dim] % count
     return F.pad(values, (*[0, 0] * (values.dim() - dim - 1), 0, missing)) if missing else values
 

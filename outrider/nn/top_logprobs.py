@@ -1,4 +1,4 @@
-"""A target's distribution as its likeliest tokens and the mass of all others, where its hidden states are not at hand.
+"""A target's distribution as its likeliest tokens and the mass of all others, in place of hidden states.
 
 k tokens, V vocabulary.
 """
@@ -14,8 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """The likeliest tokens after each position of a batch's texts; the rest of the mass is spread evenly over the
-    others."""
+    """The likeliest tokens after each position; the rest of the mass is spread evenly over the others."""
 
     ids: Tensor
     """[..., k] int64."""
@@ -37,7 +36,7 @@ class TopLogprobs:
         return TopLogprobs(self.ids.flatten(0, -2), self.logprobs.flatten(0, -2), self.rest.flatten())
 
     def logits(self, rows: Tensor | slice, vocabulary: int) -> Tensor:
-        """[m, V] of these rows, of which the softmax is the distribution."""
+        """Logits [m, V] of these rows; their softmax is the distribution."""
         ids, others = self.ids[rows], vocabulary - self.ids.shape[-1]
         even = self.rest[rows].float() - math.log(max(others, 1))
         return even[:, None].repeat(1, vocabulary).scatter_(1, ids, self.logprobs[rows].float())

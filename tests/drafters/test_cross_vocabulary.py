@@ -323,7 +323,7 @@ def test_the_small_models_cache_is_as_if_it_had_read_the_text(vocabulary, room, 
 def test_the_end_of_a_text_is_drafted_as_text(wide, made):
     """Catches the small model's end token spelt out, dropped, or read on behind."""
     drafter = made(vocabulary="text")
-    own, target = drafter.own, drafter.target
+    own, target = drafter.vocabulary, drafter.target
     transcript = Transcript(target, own)
     transcript.push(target.encode("the road").ids)
     river = own.encode("river").ids

@@ -98,7 +98,7 @@ def test_it_drafts_what_it_drafts_in_transformers(shared, head, folders, prompts
 
 def test_another_targets_assistant_is_refused(folders, tmp_path):
     """Catches keys of other heads, or another hidden size, that fail in the middle of a draft."""
-    with pytest.raises(DrafterError, match=r"does not belong .* stores none"):
+    with pytest.raises(DrafterError, match=r"does not belong .* the target does not store"):
         built(load_target(tiny_model(head_dim=16)), folders["dense"])
     with pytest.raises(DrafterError, match="backbone_hidden_size 32 against 64"):
         built(load_target(tiny_model(hidden_size=64)), folders["dense"])

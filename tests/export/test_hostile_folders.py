@@ -165,7 +165,7 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "infinite rotation": ("dflash", _config(rope_theta=float("inf"), rope_parameters=None), "must be .*, got inf"),
     "code from a repository of kernels": ("small_model", _config(_attn_implementation="evil/repo"), "would choose code "
     "to run"),
-    "code that comes along": ("small_model", _config(auto_map={"AutoModel": "x.y"}), "asks to run code"),
+    "code that comes along": ("small_model", _config(auto_map={"AutoModel": "x.y"}), "would run code"),
     "a quantised model": ("small_model", _config(quantization_config={"quant_method": "awq"}), "has a "
     "quantization_config"),
     "a key that is there twice": ("dflash", _twice, "'block_size' is in it twice"),

@@ -192,7 +192,7 @@ def test_layers_and_lengths_are_read_as_import_reads_them(more: dict[str, Any]) 
                 continue
             config = everything(kind, **more)
             if (kind, name) == ("dflash2", "speculators") and more.get("sample_from_anchor"):
-                with pytest.raises(ExportError, match="sample_from_anchor is true, which a DFlash 2 has not"):
+                with pytest.raises(ExportError, match="sample_from_anchor is true, which DFlash 2 does not support"):
                     layout.settings(config, target)
                 continue
             ours = layout.settings(config, target)

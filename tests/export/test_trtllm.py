@@ -67,7 +67,7 @@ def test_folders_hold_the_loaders_keys_and_the_settings_beside_them(kind, target
     ("kind", "settings", "said"),
     [
         ("eagle3", {"qk_norm": True}, "train with qk_norm: no"),
-        ("eagle3", {"taps": [1]}, "reads two layers or more"),
+        ("eagle3", {"taps": [1]}, "needs two taps or more"),
         ("dflash", {"anchor_predicts": True}, "anchor_predicts: no"),
     ],
 )

@@ -1,7 +1,7 @@
-"""DFlash in the formats of others: speculators, SGLang, z-lab's own, DeepSpec, TensorRT-LLM, GGUF.
+"""DFlash in the formats of other programs: speculators, SGLang, z-lab, DeepSpec, TensorRT-LLM, GGUF.
 
-z-lab's folders are read by vLLM and SGLang under the same names.  Masks predict the token of their own position there;
-a block of n slots drafts n - 1 tokens.
+vLLM and SGLang read z-lab's folders, which have the same names.  There, masks predict the token of their own position,
+so a block of n slots drafts n - 1 tokens.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def of_gguf(config: Config, target: TransformersTarget) -> dict[str, Any]:
 
 
 def gguf_weights(path: Path) -> dict[str, Tensor]:
-    """The weights of a file, without a Markov head of zeros: see `zero_head`."""
-    found = drafters.read(path)
-    has_head = any(found[name].any() for name in drafters.MARKOV if name in found)
-    return found if has_head else {name: one for name, one in found.items() if name not in drafters.MARKOV}
+    """The weights of a file, without a Markov head of zeros; see `zero_head`."""
+    weights = drafters.read(path)
+    has_head = any(weights[name].any() for name in drafters.MARKOV if name in weights)
+    return weights if has_head else {name: weight for name, weight in weights.items() if name not in drafters.MARKOV}
 
 
 def trtllm_settings(source: Source) -> dict[str, Any]:
@@ -55,10 +55,10 @@ def trtllm_settings(source: Source) -> dict[str, Any]:
 
 
 def zero_head(source: Source) -> str | None:
-    """A dflash that drafts in the anchor's slot."""
+    """A note on drafts that predict in the anchor's slot."""
     if not source.settings.anchor_predicts:
         return None
-    return "it is a draft-dspark to llama.cpp, whose Markov head is zero: its draft-dflash reads no anchor's slot"
+    return "llama.cpp runs it as a draft-dspark with a Markov head of zeros: its draft-dflash ignores the anchor's slot"
 
 
 FORMATS = {
@@ -69,7 +69,7 @@ FORMATS = {
     "sglang": Layout(
         released.BLOCK, sglang.block, of_sglang, refuses=(sglang.WHOLE_HEADS, *REFUSES), is_of=sglang.is_of("dflash")
     ),
-    # SpecForge writes the same folder; which of the two it is makes no difference, and sglang's layout knows both
+    # SpecForge writes the same folder, and sglang's layout reads both
     "zlab": Layout(released.BLOCK, None, of_sglang),
     "deepspec": Layout(
         released.BLOCK, deepspec.block, of_deepspec, released.embedding_and_head, refuses=deepspec.REFUSES,

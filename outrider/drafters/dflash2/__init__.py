@@ -1,17 +1,17 @@
 """DFlash 2: DFlash, convolutions that make a block coherent, and a choice among candidates.  (Inco AI, August 2026.)
 
-Short convolutions, whose coefficients follow from their input, go around every sublayer of DFlash's backbone.  Of every
-row the `candidates` likeliest tokens are scored in pairs with those of the row before; drafted is the path that takes
-the best candidate after the one just taken, or a draw from their softmax, which is its q.  With `nodes` it is the tree
-of the likeliest paths, each branch conditional on its own parents.
+Short convolutions, whose coefficients follow from their input, go around every sublayer of DFlash's backbone.  The
+`candidates` likeliest tokens of every row are scored in pairs with those of the row before.  The draft is a path: at
+each row the best candidate after the previous choice, or a draw from their softmax, which is q.  With `nodes` it is the
+tree of the likeliest paths, each branch conditional on its parents.
 
-Differs from the published method: trees; the pairs are trained by the target's distribution over the candidates and all
-other tokens together, and unless `selector_gradient` leave the backbone as it is; the codebook of predecessors begins
-as a projection of the target's embedding; a draft's confidences are the walk's own probabilities, known before each
+Differs from the published method: trees; the pairs are trained by the target's distribution over the candidates and, as
+one, all other tokens, without a gradient to the backbone unless `selector_gradient`; the codebook of predecessors is
+initialised as a projection of the target's embedding; a draft's confidences are the path's probabilities before each
 token is drawn.
 
-Take it in place of `dflash` where engines that have it serve the draft, or where a tree is verified; its pairs need
-many answers before they help, and are left out as long as they don't.
+Use it in place of `dflash` if your engine supports it, or if trees are verified.  Its pairs need many answers before
+they help, and are off until they do.
 """
 
 from __future__ import annotations
@@ -81,30 +81,29 @@ class Config(BackboneConfig):
     """The anchor's slot predicts the first token, and masks the next ones; no: each mask predicts its own position, as
     the released drafts do."""
     candidates: PositiveInt = 16
-    """Likeliest tokens of each row among which one is chosen.  llama.cpp needs a hidden size of at least k (k + 1)."""
+    """Candidates per row, the likeliest tokens.  For k of them, llama.cpp needs a hidden size of at least k (k + 1)."""
     rank: PositiveInt = 256
     """Rank of the scores of pairs."""
     conv_taps: PositiveInt = 2
-    """Number of rows that a convolution mixes: a row and those just before it."""
+    """Rows that a convolution mixes: a row and those just before it."""
     conv_group: PositiveInt = 16
-    """Channels that share what a row adds to a convolution's coefficients; it must divide the hidden size."""
+    """Channels per group that shares input-dependent coefficients of a convolution; it must divide the hidden size."""
     window: PositiveInt | None = None
-    """Positions back from each slot that it attends to, its own included; all of the text unless given.  The released
-    drafts have 2048."""
+    """Positions that each slot attends to, itself and those just before it; by default all.  The released drafts have
+    2048."""
     nodes: NonNegativeInt = 0
-    """Nodes of the tree that is drafted: the likeliest paths of candidates at temperature 0, drawn siblings else.  0
-    drafts one path."""
+    """Nodes of a draft tree: the likeliest paths at temperature 0, else drawn siblings.  0 drafts one path."""
     selector_loss: Literal["kl", "ce"] = "kl"
-    """How the pairs are trained: by the target's distribution over the candidates, or by the token that followed."""
+    """Labels of the pairs: the target's distribution over the candidates, or the token that followed."""
     selector_start: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the training, 0 to 1, before which the pairs are not trained."""
+    """Share of the training, 0 to 1, after which the pairs are trained."""
     selector_gradient: bool = False
-    """The loss of the pairs trains the backbone too; no: it leaves it as it is."""
+    """The loss of the pairs also trains the backbone."""
 
     @model_validator(mode="after")
     def _fits(self) -> Config:
         if self.siblings:
-            raise ValueError(f"siblings {self.siblings} are those of a dflash; set nodes, for a tree of the pairs")
+            raise ValueError(f"siblings {self.siblings} are a setting of dflash; set nodes for a tree of the pairs")
         if self.window is not None and self.window <= self.block:
             raise ValueError(f"window {self.window} must be above block {self.block}: a block attends to all of itself")
         return self
@@ -131,30 +130,30 @@ class Model(BlockModel):
         self.candidate_selector.begin(target.embed(torch.arange(target.spec.vocabulary, device=target.device)))
 
     def over_all_tokens(self) -> BlockModel:
-        """And pairs count there as they do here: a selector that is off has a codebook of zeros."""
+        """Also applies the pairs' share: a selector that is off gets a codebook of zeros."""
         whole = super().over_all_tokens()
         share = self.candidate_selector.share
         if float(share) == 1.0:
             return whole
-        there = whole if whole is not self else copy.deepcopy(self, {id(self.target): self.target})
+        model = whole if whole is not self else copy.deepcopy(self, {id(self.target): self.target})
         with torch.no_grad():
-            selector = there.candidate_selector
+            selector = model.candidate_selector
             assert isinstance(selector, PairSelector)
             selector.successor_codebook.mul_(share.to(selector.successor_codebook.device))
             selector.share.fill_(1.0)
-        return there
+        return model
 
     def candidates(self, logits: Tensor) -> tuple[Candidates, Tensor]:
-        """The likeliest tokens of logits [..., D], by the target's ids, and by their columns [..., k]."""
+        """The candidates of logits [..., D] with the target's ids, and their columns [..., k]."""
         best = Candidates.of(logits, self.config.candidates)
         return best._replace(ids=self.named(best.ids)), best.ids
 
     def lattice(self, states: Tensor, anchors: Tensor) -> Lattice:
-        """Of blocks of states [B, K, H] after anchors [B]."""
+        """The lattice of blocks of states [B, K, H] after anchors [B]."""
         return self.candidate_selector.lattice(states, anchors, self.candidates(self.logits(states))[0])
 
     def decode(self, states: Tensor, anchors: Tensor, pick: Pick | None) -> Decoded:
-        """The logits are the rows' own, without the pairs."""
+        """As in `BlockModel`; the returned logits are the rows' own, without the pairs."""
         logits = self.logits(states)
         best, columns = self.candidates(logits)
         lattice, tokens = self.candidate_selector.lattice(states, anchors, best), list[Tensor]()
@@ -165,7 +164,7 @@ class Model(BlockModel):
                 tokens.append(best.ids[:, row].gather(1, chosen[:, None])[:, 0])
                 return chosen
             tokens.append(pick(lattices.spread(scores, columns[:, row], logits.shape[-1]), row))
-            # none is found only where every candidate is banned; the draft then ends, or is deterministic
+            # there is no match only if every candidate is banned; the draft then ends, or is deterministic
             return (best.ids[:, row] == tokens[-1][:, None]).long().argmax(-1)
 
         _, scores = lattices.walk(lattice, choose)
@@ -192,11 +191,11 @@ class Model(BlockModel):
         return lattices.spread(scores, columns, draft.shape[-1])
 
     def figures(self, rows: BlockRows, part: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
-        """Share of rows whose candidates have the target's choice (`recall`), and are best as scored after known tokens
-        (`selector_accuracy`); expected tokens per step of the walk, of the rows' own choices and of the best path there
-        is.
+        """`recall`: share of rows with the target's choice among the candidates; `selector_accuracy`: share where it is
+        the best after the text's tokens; expected tokens per step of the walk, of the rows' own choices (`unary`) and
+        of the best possible path (`oracle`).
 
-        Counted are rows up to the first at which the text is not the target's choice, as verification would get there.
+        Rows count up to the first whose token is not the target's choice, since verification gets no further.
         """
         blocks, choice = draft.unflatten(0, (-1, rows.slots)), target.argmax(-1).view(-1, rows.slots)
         states, previous = rows.whole(rows.states[part], part)
@@ -204,19 +203,20 @@ class Model(BlockModel):
         best, columns = self.candidates(blocks[..., :size])
         chosen, _ = lattices.walk(self.candidate_selector.lattice(states, previous[:, 0], best), lattices.likeliest)
         scores = self.candidate_selector.taught(states, previous, best)
-        picked = lambda own: columns.gather(2, own[..., None])[..., 0] == choice
+        is_choice = lambda index: columns.gather(2, index[..., None])[..., 0] == choice
         goes_on = (rows.labels[part].view_as(choice) == choice).cumprod(-1)
         live = (rows.weight[part].view_as(choice) > 0) & pad(goes_on[:, :-1], (1, 0), value=1).bool()
-        recalled, walked, own = (columns == choice[..., None]).any(-1), picked(chosen), columns[..., 0] == choice
-        tokens = {"walk": walked, "unary": own, "oracle": recalled}
+        has_choice = (columns == choice[..., None]).any(-1)
+        tokens = {"walk": is_choice(chosen), "unary": columns[..., 0] == choice, "oracle": has_choice}
         begun = live[:, 0]
         steps = {
-            f"tokens_{name}": 1 + (right & live).long().cumprod(-1).sum(-1)[begun] for name, right in tokens.items()
+            f"tokens_{name}": 1 + (is_right & live).long().cumprod(-1).sum(-1)[begun]
+            for name, is_right in tokens.items()
         }
-        return {"recall": recalled[live], "selector_accuracy": picked(scores.argmax(-1))[live], **steps}
+        return {"recall": has_choice[live], "selector_accuracy": is_choice(scores.argmax(-1))[live], **steps}
 
     def settled(self, held_out: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """The pairs count where their walk is longer than that of the rows' own choices."""
+        """Turn the pairs on if their walk gets further than the rows' own choices."""
         helps = held_out.get("tokens_walk", 0.0) > held_out.get("tokens_unary", 0.0)
         return {"candidate_selector.share": torch.tensor(float(helps))}
 
@@ -235,11 +235,11 @@ class Model(BlockModel):
 def selector_loss(scores: Tensor, rest: Tensor, p: Tensor) -> Tensor:
     """[m] forward KL over the candidates and, as one, all other tokens.
 
-    scores [m, k] and rest [m] as in `Lattice`; p [m, k], how likely the candidates should be.
+    scores [m, k] and rest [m] as in `Lattice`; p [m, k], target probabilities of the candidates.
     """
     q = torch.cat([wide(scores), wide(rest)[:, None]], -1).log_softmax(-1)
     p = torch.cat([p, (1 - p.sum(-1, keepdim=True)).clamp(min=0)], -1).to(q)
-    # a token without a share has no part in it, whatever its logarithm
+    # where p is 0, log q may be -inf
     return (torch.special.xlogy(p, p) - torch.where(p > 0, p * q, 0.0)).sum(-1)
 
 
@@ -249,7 +249,7 @@ def shares(target: Tensor, columns: Tensor) -> Tensor:
 
 
 def hits(labels: Tensor, columns: Tensor) -> Tensor:
-    """1 for the token that followed, [m, k]; nothing where it is no candidate."""
+    """[m, k], 1 for the token that followed and 0 for others; all 0 if it is no candidate."""
     return (columns == labels[:, None]).float()
 
 

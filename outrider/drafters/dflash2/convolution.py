@@ -1,8 +1,8 @@
 """Short convolutions around a sublayer, whose coefficients follow from each row's input.  (DFlash 2, Inco AI 2026.)
 
 Before the sublayer and after it every row is mixed with the rows just before it in its block, channel by channel.  The
-coefficients are a learnt kernel and, shared by the channels of a group, what a projection of the sublayer's input adds.
-They cure the decay towards a block's end, whose rows else see each other through attention alone.
+coefficients are a learnt kernel plus a projection of the sublayer's input, which the channels of a group share.  They
+reduce the loss of accuracy towards a block's end, whose rows see each other only through attention otherwise.
 
 B sequences, n rows, H hidden size, T taps, G groups of g channels.
 """
@@ -19,10 +19,11 @@ from outrider.errors import DrafterError
 
 
 class DynamicConvolution(nn.Module):
-    """The convolutions before and after one sublayer; begun as none.  Parameter names follow the released drafts."""
+    """The convolutions before and after one sublayer, initially the identity.  Parameter names follow the released
+    drafts."""
 
     def __init__(self, hidden: int, taps: int, group: int, width: int):
-        """taps: rows that are mixed, a row's own included.  width: rows of a block, which nothing crosses.
+        """taps: rows that are mixed, including the row itself.  width: rows of a block; blocks are not mixed.
 
         Raises DrafterError for groups that don't divide the hidden size.
         """
@@ -40,13 +41,13 @@ class DynamicConvolution(nn.Module):
         nn.init.zeros_(self.kernel_projection.weight)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """x [B, n, H], whole blocks, is what both sets of coefficients follow from; returns [B, n, H]."""
+        """x [B, n, H], whole blocks, determines both sets of coefficients; returns [B, n, H]."""
         added = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1))
         mixed = sublayer(self._mixed(x, 0, added))
         return self._mixed(mixed, 1, added)
 
     def _mixed(self, x: Tensor, side: int, added: Tensor) -> Tensor:
-        """Rows of x mixed by the coefficients of one side.  added [B, n, 2, T, G]."""
+        """Rows of x mixed by the coefficients before (side 0) or after (1).  added [B, n, 2, T, G]."""
         kernel = self.base_kernel[side].to(x.dtype).unflatten(-1, (-1, self.group))
         blocks = x.unflatten(-1, (-1, self.group)).unflatten(1, (-1, self.width))
         coefficients = added[:, :, side].to(x.dtype).unflatten(1, (-1, self.width))[..., None]

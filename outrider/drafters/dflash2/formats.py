@@ -1,9 +1,8 @@
-"""DFlash 2 in the formats of others: the folders that its authors release, which vLLM and SGLang read too; speculators;
-GGUF.
+"""DFlash 2 in the formats of other programs: its authors' folders, which vLLM and SGLang read too; speculators; GGUF.
 
-The released folders have `block_size` within `dflash_config`, and name their layers' window.  There a layer with a
-window is causal within its block unless `is_causal` says otherwise, which costs most of what is accepted: a folder that
-leaves that open is refused.  Codebooks have no `.weight`.
+The authors' folders have `block_size` within `dflash_config`, and the window of their layers.  There, a layer with a
+window is causal within its block unless `is_causal` is false, which would lose most of the acceptance; so a folder
+without `is_causal` is refused.  Codebooks have no `.weight`.
 
 A selector that does not help is written with a codebook of zeros: then every row's own choice is drafted.
 """
@@ -25,7 +24,7 @@ SIZES = {
     "conv_kernel_size": "conv_taps", "conv_group_size": "conv_group", "selector_rank": "rank",
     "selector_top_k": "candidates",
 }  # fmt: skip
-"""Their keys and our settings."""
+"""Keys of the formats to Outrider's settings."""
 PLAIN = {"output_multiplier": 1.0, "final_logit_softcapping": 0.0, "input_embedding_scale": 1.0}
 """Values that these keys must have, where a config has them."""
 SELECTOR = ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
@@ -35,11 +34,11 @@ CONVOLUTIONS = {
     "mlp_conv.base_kernel": "ffn_conv_base", "mlp_conv.kernel_projection.weight": "ffn_conv_proj.weight",
 }  # fmt: skip
 GGUF = [
-    *((f"backbone.layers.*.{ours}", f"blk.*.{theirs}") for ours, theirs in CONVOLUTIONS.items()),
+    *((f"backbone.layers.*.{name}", f"blk.*.{gguf_name}") for name, gguf_name in CONVOLUTIONS.items()),
     *drafters.BLOCK,
     *(
-        (f"candidate_selector.{ours}", f"selector_{theirs}.weight")
-        for ours, theirs in zip(SELECTOR, ("predecessor", "successor", "hidden"), strict=True)
+        (f"candidate_selector.{name}", f"selector_{gguf_name}.weight")
+        for name, gguf_name in zip(SELECTOR, ("predecessor", "successor", "hidden"), strict=True)
     ),
 ]
 
@@ -48,11 +47,11 @@ GGUF = [
 
 
 def sizes(source: Source) -> dict[str, int]:
-    return {theirs: getattr(source.settings, ours) for theirs, ours in SIZES.items()}
+    return {key: getattr(source.settings, setting) for key, setting in SIZES.items()}
 
 
 def windowed(source: Source) -> dict[str, Any]:
-    """The keys of a layer config that say how far its layers see."""
+    """The keys for the attention window in a layer config."""
     window, layers = source.settings.window, source.settings.layers
     if window is None:
         return {"use_sliding_window": False}
@@ -60,14 +59,14 @@ def windowed(source: Source) -> dict[str, Any]:
 
 
 def folder(source: Source) -> dict[str, Any]:
-    """config.json as its authors have it."""
+    """config.json in its authors' format."""
     backbone: Any = source.model.backbone
-    own = {
+    dflash_config = {
         "block_size": backbone.width, "mask_token_id": source.mask_token, "target_layer_ids": list(source.model.taps),
         **sizes(source),
     }  # fmt: skip
     return released.whole(source, ARCHITECTURE, source.settings.layers, "qwen3") | windowed(source) | {
-        "is_causal": False, "num_target_layers": source.target.spec.layers, "dflash_config": own,
+        "is_causal": False, "num_target_layers": source.target.spec.layers, "dflash_config": dflash_config,
     }  # fmt: skip
 
 
@@ -93,16 +92,20 @@ def to_gguf(source: Source) -> dict[str, Any]:
 
 
 def read_folder(config: Config, target: TransformersTarget) -> dict[str, Any]:
-    own = config["dflash_config"]
+    dflash_config = config["dflash_config"]
     window = _window(config)
-    causal = config.get("is_causal", own.get("causal"))
+    causal = config.get("is_causal", dflash_config.get("causal"))
     if causal or (causal is None and window is not None):
-        said = "is true" if causal else "is missing, so that layers with a window are causal within a block"
-        raise ExportError(f"is_causal {said}; in Outrider's blocks each slot also attends to later ones: use a draft "
-                          "with is_causal: false")  # fmt: skip
-    _check_plain({**config, **own})
-    block = released.block(_without_window(config) | {"block_size": own["block_size"]}, "zlab", METHOD, target)
-    return block | _sizes(own) | {"window": window}
+        problem = "is true" if causal else "is missing, so that layers with a window are causal within a block"
+        raise ExportError(
+            f"is_causal {problem}; in Outrider's blocks each slot also attends to later ones: use a draft with "
+            "is_causal: false"
+        )
+    _check_plain({**config, **dflash_config})
+    block = released.block(
+        _without_window(config) | {"block_size": dflash_config["block_size"]}, "zlab", METHOD, target
+    )
+    return block | _sizes(dflash_config) | {"window": window}
 
 
 def read_speculators(config: Config, target: TransformersTarget) -> dict[str, Any]:
@@ -114,7 +117,7 @@ def read_speculators(config: Config, target: TransformersTarget) -> dict[str, An
             "draft with true"
         )
     if config.get("sample_from_anchor"):
-        raise ExportError("sample_from_anchor is true, which a DFlash 2 has not; use a draft with false")
+        raise ExportError("sample_from_anchor is true, which DFlash 2 does not support; use a draft with false")
     _check_plain(config)
     plain = {**config, "transformer_layer_config": _without_window(shape)}
     return speculators.read_block(plain, target, METHOD) | _sizes(config) | {"window": window}
@@ -128,18 +131,18 @@ def read_gguf(config: Config, target: TransformersTarget) -> dict[str, Any]:
     if window is not None and config.get("dflash.attention.causal") is not False:
         raise ExportError("dflash.attention.causal is not false, so that layers with a window are causal in a block")
     plain = {key: value for key, value in config.items() if key != "dflash.attention.sliding_window"}
-    own = {key.removeprefix("dflash."): value for key, value in config.items()}
-    if lost := [key for key in SIZES if key not in own]:
-        raise ExportError(f"dflash.{lost[0]} is missing, and the file has a selector; copy the file again")
-    return drafters.read_block(plain, target, METHOD) | _sizes(own) | {"window": window}
+    keys = {key.removeprefix("dflash."): value for key, value in config.items()}
+    if missing := [key for key in SIZES if key not in keys]:
+        raise ExportError(f"dflash.{missing[0]} is missing, and the file has a selector; copy the file again")
+    return drafters.read_block(plain, target, METHOD) | _sizes(keys) | {"window": window}
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {ours: config[theirs] for theirs, ours in SIZES.items()}
+    return {setting: config[key] for key, setting in SIZES.items()}
 
 
 def _window(config: Config) -> int | None:
-    """How far back the layers of a config see; None for all of the text.  Raises ExportError where they differ."""
+    """The attention window of a config's layers; None for no window.  Raises ExportError if they differ."""
     kinds = set(config.get("layer_types") or ["full_attention"])
     if kinds == {"full_attention"}:
         return None
@@ -160,8 +163,8 @@ def _without_window(config: Config) -> dict[str, Any]:
 
 def _check_plain(config: Config) -> None:
     for key, value in PLAIN.items():
-        if (found := config.get(key)) not in (None, value):
-            raise ExportError(f"{key} is {found!r}; Outrider's drafters need {value!r}; use a draft that has it")
+        if (actual := config.get(key)) not in (None, value):
+            raise ExportError(f"{key} is {actual!r}; Outrider's drafters need {value!r}; use a draft that has it")
 
 
 # ── refused, or left out with a note ─────────────────────────────────────────────────────────────────────────────────
@@ -173,8 +176,8 @@ def lattice(source: Source) -> str | None:
         return None
     fits = max(k for k in range(hidden + 1) if k * (k + 1) <= hidden)
     return (
-        f"llama.cpp keeps the scores of {k} candidates in a row of the hidden size, {hidden}, which has room for "
-        f"{fits} at most; train with candidates: {fits}"
+        f"llama.cpp stores the scores of {k} candidates in a row of the hidden size, {hidden}, which fits {fits}; "
+        f"train with candidates: {fits}"
     )
 
 
@@ -187,18 +190,18 @@ def is_off(source: Source) -> str | None:
     selector: Any = source.model.candidate_selector
     if bool(selector.successor_codebook.any()):
         return None
-    return "its selector is off, a codebook of zeros: on held-out answers its walk was no longer than without"
+    return "its selector is off, a codebook of zeros, since it did not help on held-out answers"
 
 
-IN_ANCHOR = "a DFlash 2 drafts nothing in the anchor's slot; train with anchor_predicts: no"
+IN_ANCHOR = "DFlash 2 drafts nothing in the anchor's slot; train with anchor_predicts: no"
 REFUSES: tuple[Answer, ...] = (released.learnt_mask, only("anchor_predicts", False, IN_ANCHOR))
 NOTES: tuple[Answer, ...] = (tree, is_off)
 
 
 def is_folder(config: Config, names: Collection[str]) -> bool:
     """Whether a config.json with a `dflash_config` has a selector."""
-    own = config.get("dflash_config")
-    return isinstance(own, dict) and "selector_rank" in own
+    dflash_config = config.get("dflash_config")
+    return isinstance(dflash_config, dict) and "selector_rank" in dflash_config
 
 
 def is_file(config: Config, names: Collection[str]) -> bool:
@@ -210,7 +213,7 @@ FORMATS = {
     "sglang": Layout(
         NAMES, folder, read_folder, refuses=(sglang.WHOLE_HEADS, *REFUSES), notes=NOTES, is_of=is_folder
     ),
-    # the folder that its authors release; which of the two it is makes no difference
+    # the authors' folder, which is the same
     "zlab": Layout(NAMES, None, read_folder),
     "speculators": Layout(
         NAMES, to_speculators, read_speculators, refuses=REFUSES, notes=NOTES, shift=speculators.SHIFT,

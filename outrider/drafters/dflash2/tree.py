@@ -1,4 +1,4 @@
-"""Trees of a lattice, served: the likeliest paths at temperature 0, else siblings drawn without replacement.
+"""Serving trees of a lattice: the likeliest paths at temperature 0, else siblings drawn without replacement.
 
 B live slots, N nodes, V vocabulary.
 """
@@ -23,24 +23,25 @@ from outrider.nn.memory import FeatureMemory
 
 
 class LatticeDrafter(BackboneDrafter):
-    """Drafts a tree of the config's `nodes` per slot.  Its model has a `lattice`."""
+    """Drafts a tree of the config's `nodes` per slot."""
 
     def __init__(self, model: Any):
+        """model: a `dflash2.Model`."""
         config = model.config
         self.nodes = lattices.number_of_nodes(config.nodes, config.block, config.candidates)
         self.parents = trees.shape(config.candidates, config.block, self.nodes)
-        """Of a drawn tree."""
+        """The shape of a drawn tree."""
         super().__init__(model, self.nodes)
 
     def lattice(self, inputs: Inputs) -> Lattice:
-        """One pass over whole blocks."""
+        """The lattice of one pass."""
         taps, taps_at, anchors, anchors_at, mask, cache = inputs
         states = self.backbone(taps, taps_at, anchors[:, None], anchors_at[:, None], mask, cache)[:, 0]
-        found: Lattice = self.model.lattice(states, anchors)
-        return found
+        lattice: Lattice = self.model.lattice(states, anchors)
+        return lattice
 
     def spread(self, scores: Tensor, ids: Tensor) -> Tensor:
-        """Scores of these tokens as logits [..., V] of all the target's."""
+        """Scores of these tokens as logits [..., V] over the target's vocabulary."""
         return lattices.spread(scores, ids, self.model.target.spec.vocabulary)
 
     @torch.inference_mode()
@@ -67,7 +68,7 @@ class LatticeDrafter(BackboneDrafter):
 
 
 class StaticLattice(StaticBackbone):
-    """The same in a static step."""
+    """A `LatticeDrafter` in a static step."""
 
     def __init__(self, drafter: LatticeDrafter, memory: FeatureMemory, is_greedy: bool):
         super().__init__(drafter, memory)

@@ -1,18 +1,18 @@
-"""Domino: a block drafted in parallel, then corrected by what a GRU read of its own tokens so far.  (arXiv 2605.29707.)
+"""Domino: a block drafted in parallel, then corrected by a GRU that reads its tokens so far.  (arXiv 2605.29707.)
 
 A DFlash backbone gives a state z_k and base logits for every slot at once.  From the second slot on a causal head adds
 the low-rank U2 SiLU(U1 [z_k; s_k]), where s_k is the state of a GRU that has read the embeddings of the anchor and of
-the tokens drafted before slot k.  A Markov head knows the previous token, this one the whole block so far.
+the tokens drafted before slot k.  A Markov head sees only the previous token, this one the whole block so far.
 
 Base-anchored curriculum: the loss is (1 - lam) of the corrected logits' and lam of the base logits', lam falling from 1
 to 0 over the first part of training, so that the backbone learns to draft by itself before the head relies on it.  U2
-begins at zero: then all logits are the base's.
+is zero at first, so all logits are the base's.
 
 Differs from the paper: each block trains by its base logits with probability lam, else by the corrected ones.  This is
 the paper's loss in expectation, for any loss and any weights of rows, with one head per row instead of two.
 
-Take it for long blocks, whose later slots depend on more than the token before; on the demo target's short ones more is
-accepted of `dspark`.
+Use it for long blocks, whose later slots depend on more than the token before.  On the demo target's short blocks,
+`dspark` has a higher acceptance.
 """
 
 from __future__ import annotations
@@ -52,19 +52,18 @@ class Config(BackboneConfig):
     kind: Literal["domino"] = "domino"
     block: Block = 16
     gru: PositiveInt = 1024
-    """Width of the GRU's state, which reads the block's tokens."""
+    """Size of the GRU's state."""
     rank: PositiveInt = 256
     """Rank of the low-rank correction."""
     pure_prefix: NonNegativeInt = 1
-    """Slots at a block's beginning whose base logits are not corrected."""
+    """First slots of a block whose base logits are not corrected."""
     curriculum: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of the training, 0 to 1, over which the base logits' part of the loss falls from 1 to 0."""
+    """Share of the training, 0 to 1, over which the weight of the base logits' loss falls from 1 to 0."""
     decay: Decay = 7.0
 
 
 class Model(BlockModel):
-    """Backbone, GRU and low-rank correction.  While the curriculum lasts, logged acceptance is that of base blocks
-    too."""
+    """Backbone, GRU and low-rank correction.  During the curriculum, the logged acceptance includes base blocks."""
 
     splits_texts = False
 
@@ -72,8 +71,7 @@ class Model(BlockModel):
         if config.pure_prefix >= config.block:
             raise DrafterError(
                 f"pure_prefix must be below block ({config.block}), got {config.pure_prefix}: no slot would be "
-                "corrected; "
-                "lower it, or use dflash"
+                "corrected; lower it, or use dflash"
             )
         super().__init__(config, target)
         hidden = target.spec.hidden
@@ -90,14 +88,13 @@ class Model(BlockModel):
         tokens, corrected = [anchors], []
         for k in range(base.shape[1]):
             read = self.prefix_gru(self._words(tokens[-1]), read)
-            corrected.append(
-                base[:, k] if k < self.config.pure_prefix else base[:, k] + self._delta(states[:, k], read)
-            )
+            is_pure = k < self.config.pure_prefix
+            corrected.append(base[:, k] if is_pure else base[:, k] + self._delta(states[:, k], read))
             tokens.append(self.picked(corrected[-1], k, pick))
         return torch.stack(tokens[1:], 1), torch.stack(corrected, 1), None
 
     def corrections(self, states: Tensor, previous: Tensor) -> Tensor:
-        """What is added to the base logits of whole blocks: states [..., K, H] and the token before each slot [...,
+        """Corrections of the base logits of whole blocks: states [..., K, H] and the token before each slot [...,
         K]."""
         first = self.config.pure_prefix
         read = self.prefix_gru.along(self._words(previous))
@@ -114,7 +111,7 @@ class Model(BlockModel):
 
 
 class DominoRows(BlockRows):
-    """Block rows with the correction, except for blocks that the curriculum leaves to the backbone."""
+    """Block rows with the correction, except in blocks that the curriculum trains by their base logits."""
 
     def __init__(self, model: Model, batch: Batch):
         super().__init__(model, model.backbone, batch)
@@ -122,7 +119,7 @@ class DominoRows(BlockRows):
         chance = batch.random(torch.rand, len(self.labels) // self.slots // len(batch.tokens)).flatten()
         is_base = chance < base_share(model.progress, model.config.curriculum)
         self.is_base = is_base.to(self.labels.device).repeat_interleave(self.slots)
-        """[M], which rows train by their base logits."""
+        """[M] bool, True for rows trained by their base logits."""
 
     def head(self, states: Tensor, rows: slice) -> Tensor:
         whole, is_base = self.whole(states, rows), self.is_base[rows].unflatten(0, (-1, self.slots))[..., None]
@@ -130,7 +127,7 @@ class DominoRows(BlockRows):
 
 
 def base_share(progress: float, curriculum: float) -> float:
-    """lam, the base logits' part of the loss: 1 at the beginning, 0 from `curriculum` on."""
+    """lam, the share of the base logits in the loss: 1 at first, 0 from `curriculum` on."""
     return max(0.0, 1 - progress / curriculum) if curriculum else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Domino as SGLang has it."""
+"""Domino in SGLang's format."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ def written(source: Source) -> dict[str, Any]:
 
 
 def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
-    own = config["dflash_config"]
-    sizes = {"rank": own["emb_dim"], "gru": own["gru_hidden_dim"], "pure_prefix": own["pure_draft_prefix_len"]}
-    return sglang.read_block(config, target, METHOD) | sizes
+    dflash_config = config["dflash_config"]
+    return sglang.read_block(config, target, METHOD) | {
+        "rank": dflash_config["emb_dim"], "gru": dflash_config["gru_hidden_dim"],
+        "pure_prefix": dflash_config["pure_draft_prefix_len"],
+    }  # fmt: skip
 
 
 NAMES = [*released.BLOCK, ("prefix_gru.*", "prefix_gru.*"), ("embed_proj.*", "embed_proj.*")]

@@ -1,13 +1,13 @@
 """DSpark: a block drafted in parallel, then corrected left to right by a small head.  (arXiv 2607.05147.)
 
-A DFlash backbone gives logits for every slot at once.  A low-rank Markov head adds what the previous token implies, so
-that later slots do not guess alone, and a confidence head predicts how likely each slot is accepted.  The paper's loss:
+A DFlash backbone gives logits for every slot at once.  A low-rank Markov head corrects each slot by the token drafted
+before it, and a confidence head predicts how likely each slot is accepted.  The paper's loss:
 0.1 CE + 0.9 L1 (twice TV) + binary cross-entropy of the confidence against the expected acceptance.
 
-Differs from the paper: the last token of a prompt is an anchor too, since serving drafts from there; W1 begins as a
-projection of the target's embedding.  Its load-aware scheduler is a policy, not part of the drafter.
+Differs from the paper: the last token of a prompt is an anchor too, since serving drafts from there; W1 is initialised
+as a projection of the target's embedding.  Its load-aware scheduler is a policy, not part of the drafter.
 
-Take it first: of what was trained on the demo target it is the fastest, and its confidences let a policy end a draft
+Use it first: it is the fastest of the methods trained on the demo target, and its confidences let a policy end a draft
 early.
 """
 
@@ -63,7 +63,7 @@ METHOD = Method(
 class Config(BackboneConfig):
     kind: Literal["dspark"] = "dspark"
     markov: MarkovKind = "vanilla"
-    """Kind of the head that corrects each slot by the token before it."""
+    """Kind of the head that corrects each slot by the previous token."""
     rank: PositiveInt = 256
     """Rank of that low-rank correction."""
     confidence: bool = True
@@ -97,7 +97,7 @@ class Model(BlockModel):
         return drafted[:, 1:], logits, self.confidence_head.served(self.confidence(states, drafted[:, :-1]))
 
     def confidence(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Logits [...] that a slot is accepted, from its state [..., H] and the token before it [...]."""
+        """Uncalibrated logits [...] of acceptance, from a slot's state [..., H] and the token before it [...]."""
         assert self.confidence_head is not None
         return self.confidence_head(torch.cat([states, self.markov_head.markov_w1(previous)], -1))
 

@@ -1,4 +1,4 @@
-"""DSpark in the formats of others: speculators, SGLang, DeepSpec, GGUF."""
+"""DSpark in the formats of other programs: speculators, SGLang, DeepSpec, GGUF."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VANILLA = only(
 IN_ANCHOR = "its DSpark drafts the first token in the anchor's slot; train with anchor_predicts: yes"
 
 
-# ── its own heads, whose keys are the same in every format ───────────────────────────────────────────────────────────
+# ── keys of its heads, the same in every format ──────────────────────────────────────────────────────────────────────
 
 
 def heads(settings: Any) -> dict[str, Any]:
@@ -35,9 +35,7 @@ def heads(settings: Any) -> dict[str, Any]:
 
 def of_heads(config: Config) -> dict[str, Any]:
     if not config.get("markov_rank"):
-        raise ExportError(
-            "markov_rank is 0, so there is no head to correct the block; import it as dflash with --kind dflash"
-        )
+        raise ExportError("markov_rank is 0, so it has no head to correct the block; import it with --kind dflash")
     confidence = bool(config.get("enable_confidence_head"))
     if confidence and not config.get("confidence_head_with_markov", True):
         raise ExportError(
@@ -63,10 +61,10 @@ def of_speculators(config: Config, target: TransformersTarget) -> dict[str, Any]
 
 
 def to_sglang(source: Source) -> dict[str, Any]:
-    config, own = sglang.block(source, "Qwen3DSparkModel"), heads(source.settings)
-    config["dflash_config"] |= {"projector_type": "dspark", **own}
+    config, head_config = sglang.block(source, "Qwen3DSparkModel"), heads(source.settings)
+    config["dflash_config"] |= {"projector_type": "dspark", **head_config}
     # SGLang reads the heads' keys at the top, SpecForge in dflash_config
-    return config | own | {"target_layer_ids": list(source.model.taps), "mask_token_id": source.mask_token}
+    return config | head_config | {"target_layer_ids": list(source.model.taps), "mask_token_id": source.mask_token}
 
 
 def of_sglang(config: Config, target: TransformersTarget) -> dict[str, Any]:
@@ -105,7 +103,7 @@ GGUF = [
 ]  # fmt: skip
 GGUF_REFUSES = (
     *refusals.FIRST, released.learnt_mask,
-    only("markov", "vanilla", "llama.cpp has no Markov head that is {}; train with markov: vanilla"),
+    only("markov", "vanilla", "llama.cpp has no {} Markov head; train with markov: vanilla"),
 )  # fmt: skip
 FORMATS = {
     "speculators": Layout(

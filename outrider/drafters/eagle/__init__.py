@@ -1,19 +1,18 @@
-"""EAGLE: predict the target's next feature from its features so far, and let the target's head read it.  (arXiv
-2401.15077.)
+"""EAGLE: predict the target's next feature from its features so far, and apply the target's head.  (arXiv 2401.15077.)
 
 The feature is the state that the target's head reads.  fc fuses [embedding of token i + 1; feature i].  One decoder
-layer without an input norm turns that into a guess of feature i + 1, from which the target's own head gives logits.
-The next step reads the guess as its feature.  The paper's loss: 1.0 smooth-L1 of the feature + 0.1 cross entropy
-against the target's distribution (KL, but for a constant), on true features with uniform noise, which stands for the
-errors of guesses. Trees, with `width` above 1, are EAGLE-2's (arXiv 2406.16858).
+layer without an input norm predicts feature i + 1 from that, and the target's own head gives its logits.  The next step
+reads the prediction as its feature.  The paper's loss: 1.0 smooth-L1 of the feature + 0.1 cross entropy against the
+target's distribution (KL up to a constant), on true features with uniform noise in place of prediction errors.  Trees,
+with `width` above 1, are EAGLE-2's (arXiv 2406.16858).
 
 Assumes that features continue more regularly than tokens do.
 
 Differs from the paper: the feature is taken after the target's final norm, where the head reads it, in every family;
-the noise is drawn again in every step; `ttt` above 1 unrolls further steps, which the paper does not.
+the noise is drawn anew in every step; `ttt` above 1 unrolls further steps.
 
-Take it where the target's last state is the only one that can be read; in the same minutes it learnt more than EAGLE-3
-on the demo target, in the same steps less.
+Use it if only the target's last state can be read.  On the demo target it learnt more than EAGLE-3 in the same time,
+less in the same number of steps.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ METHOD = Method(
 class Config(RecurrentConfig):
     kind: Literal["eagle"] = "eagle"
     ttt: PositiveInt = 1
-    """Steps unrolled in training; 1 trains on true features alone, as the paper does."""
+    """Steps unrolled in training; 1 trains on true features only, as in the paper."""
     noise: NonNegativeFloat = 0.1
-    """Largest change of a true feature in training, in the feature's units: uniform noise in [-noise, noise]."""
+    """Uniform noise in [-noise, noise] that is added to true features in training."""
     bias: bool = True
-    """fc has a bias vector, as in the paper; some released heads have none."""
+    """fc has a bias, as in the paper; some released heads have none."""
 
 
 class Model(RecurrentModel):
@@ -73,8 +72,8 @@ class Model(RecurrentModel):
     def predict(self, batch: Batch) -> UnrolledRows:
         features = self.features(self.target_states(batch))
         if self.config.noise:
-            # on the CPU, whose random state a checkpoint stores; always drawn, so that what is drawn after it stays the
-            # same
+            # on the CPU, whose random state a checkpoint stores; also drawn in evaluation, so that later draws are
+            # equal
             noise = batch.random(functools.partial(torch.rand, dtype=torch.float32), *features.shape[1:])
             noise = noise.to(features.device, features.dtype)
             features = features + self.config.noise * (2 * noise - 1) * self.training
@@ -85,7 +84,7 @@ class Model(RecurrentModel):
 
 
 def distance(states: Tensor, hidden: Tensor) -> Tensor:
-    """Smooth-L1 of guessed and true features [m, H], the mean over H: [m]."""
+    """Smooth-L1 of predicted and true features [m, H], the mean over H: [m]."""
     return F.smooth_l1_loss(states.float(), hidden.float(), reduction="none").mean(-1)
 
 

@@ -1,7 +1,7 @@
-"""EAGLE and EAGLE-2 as their authors release them; read only, since engines take these folders as they are.
+"""EAGLE and EAGLE-2 as their authors release them; read only, since engines load these folders directly.
 
-Weights are ours by name; the config is often only a Llama's, so it is known by its `fc`.  An embedding is stored and
-must be the target's.
+Weights have Outrider's names.  The config is often only a Llama's, so the format is recognised by its `fc`.  The stored
+embedding must be the target's.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from outrider.formats.layout import Config, Layout
 
 
 def bias(config: Config, names: Collection[str]) -> dict[str, Any]:
-    """The authors' code gives fc a bias unless config.json says otherwise, vLLM's never: without the key, the file
-    decides."""
+    """Whether fc has a bias.  Without the key in config.json, the weights decide: the authors' code has a bias by
+    default, vLLM's never."""
     return {"bias": config.get("bias", "fc.bias" in names)}
 
 
@@ -23,7 +23,7 @@ def is_of(config: Config, names: Collection[str]) -> bool:
     name = (config.get("architectures") or [""])[0]
     if name in ("LlamaForCausalLMEagle", "EagleModel"):
         return True
-    # most are released as LlamaForCausalLM; fc over embedding and feature is what no plain model has
+    # most are released as LlamaForCausalLM; no plain model has fc
     is_plain = name.endswith("ForCausalLM") and not {"dflash_config", "eagle_config"} & config.keys()
     return is_plain and {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(names)
 

@@ -3,20 +3,21 @@
 States of low, middle and high layers become one feature g = fc([low; mid; high]).  A layer reads [norm(embedding of
 token i + 1); norm(g_i)] and adds to g_i; its output goes to the head and is the next step's g.  Training unrolls `ttt`
 such steps, so that drafting sees the same inputs as training.  The paper's loss: cross entropy against the target's
-distribution (KL, but for a constant), step s weighted 0.8 ** s.  Trees are EAGLE-2's (arXiv 2406.16858).
+distribution (KL up to a constant), step s weighted 0.8 ** s.  Trees are EAGLE-2's (arXiv 2406.16858).
 
 Assumes that the target's layers fuse linearly and that one layer is enough for a few tokens.
 
 Options from later work: `fc_norm` and `norm_output` (EAGLE-3.1); `gated` attention as in Baichuan-M3 (arXiv
 2602.06570), whose formula is not public: ours scales the attention's output by sigmoid(W x + b) before o_proj;
-`aggregate: metaquery` (Hyper-Bagel, arXiv 2509.18824): learned queries attend to a token's taps, added to fc from zero.
+`aggregate: metaquery` (Hyper-Bagel, arXiv 2509.18824): learned queries attend to a token's taps, added to fc, zero at
+first.
 
-Differs from the paper: the head is the target's own, over all tokens, unless `vocabulary` asks for fewer.  The target's
-distribution is not renormalised over those, so tokens outside count as rejected.  Rollouts end with their text or mask
-instead of going on over padding.
+Differs from the paper: the head is the target's own, over all tokens, unless `vocabulary` is set.  The target's
+distribution
+is not renormalised over a reduced vocabulary, so tokens outside count as rejected.  Rollouts end with their text or
+mask and do not continue over padding.
 
-Take it where the engine that will serve has no kind that drafts in blocks, or where a released head for the target is
-there already.
+Use it if your engine has no block drafter, or if a released head exists for your target.
 """
 
 from __future__ import annotations
@@ -75,30 +76,29 @@ METHOD = Method(
 class Config(RecurrentConfig):
     kind: Literal["eagle3"] = "eagle3"
     taps: tuple[int, ...] | None = None
-    """Target layers it reads, counted from 0; unless given, three: the second, the one before the middle, the fourth
+    """Target layers it reads, counted from 0; by default three: the second, the one before the middle, the fourth
     last."""
     vocabulary: PositiveInt | None = None
-    """Number of tokens it can draft, the most frequent ones, by a trained head; all, by the target's head, unless
-    given."""
+    """Number of tokens it can draft, the most frequent ones, by a trained head; by default all, by the target's
+    head."""
     qk_norm: bool = False
-    """Normalise queries and keys, as Qwen3's layers do and Llama's do not."""
+    """Normalise queries and keys, as in Qwen3's layers but not in Llama's."""
     fc_norm: bool = False
-    """Normalise each tap before they are fused (EAGLE-3.1)."""
+    """Normalise each tap before the fusion (EAGLE-3.1)."""
     norm_output: bool = False
     """Feed back the final norm's output, not its input (EAGLE-3.1)."""
     norm_before_residual: bool = False
-    """The layer adds its output to the normalised feature, not to the feature itself, as in some released heads."""
+    """The residual is the normalised feature, not the feature itself, as in some released heads."""
     gated: bool = False
     """Gate the attention's output by the layer's input."""
     aggregate: Literal["fc", "metaquery"] = "fc"
-    """How taps become one feature: one linear layer, and with metaquery learned queries too."""
+    """How taps are fused: by a linear layer, with metaquery also by learned queries."""
     queries: PositiveInt = 4
     """Number of learned queries of `metaquery`."""
 
 
 class MetaQuery(nn.Module):
-    """Learned queries attend to the taps of one token; what they find, side by side, is projected.  Begins as
-    nothing."""
+    """Learned queries attend to the taps of one token; their concatenated output is projected.  Zero at first."""
 
     def __init__(self, hidden: int, taps: int, queries: int, shape: LayerSizes):
         super().__init__()
@@ -106,7 +106,7 @@ class MetaQuery(nn.Module):
         self.heads = shape.heads
         self.queries = nn.Parameter(torch.randn(queries, width))
         self.level = nn.Parameter(torch.randn(taps, hidden) * 0.02)
-        """[T, H]: which tap a key is of."""
+        """[T, H], an embedding of each tap."""
         self.norm = RMSNorm(hidden, shape.rms_norm_eps)
         self.k_proj = nn.Linear(hidden, width, bias=False)
         self.v_proj = nn.Linear(hidden, width, bias=False)
@@ -118,8 +118,8 @@ class MetaQuery(nn.Module):
         x = self.norm(taps).flatten(0, 1) + self.level.to(taps.dtype)
         k, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.k_proj, self.v_proj))
         q = self.queries.to(k.dtype).unflatten(-1, (self.heads, -1)).transpose(0, 1).expand(len(x), -1, -1, -1)
-        found = F.scaled_dot_product_attention(q, k, v)
-        return self.o_proj(found.transpose(1, 2).flatten(1)).unflatten(0, taps.shape[:2])
+        attended = F.scaled_dot_product_attention(q, k, v)
+        return self.o_proj(attended.transpose(1, 2).flatten(1)).unflatten(0, taps.shape[:2])
 
 
 class Model(VocabularyModel, RecurrentModel, FusedTaps):
@@ -146,15 +146,15 @@ class Model(VocabularyModel, RecurrentModel, FusedTaps):
         return fused if self.metaquery is None else fused + self.metaquery(taps)
 
     def step(self, module: int, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
-        found = self.layers[0](words.to(features.dtype), features, angle, attend)
-        return self.norm(found) if self.config.norm_output else found
+        output = self.layers[0](words.to(features.dtype), features, angle, attend)
+        return self.norm(output) if self.config.norm_output else output
 
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden if self.config.norm_output else self.norm(hidden))
 
 
 def three(layers: int) -> tuple[int, ...]:
-    """Low, middle and high of a target of so many layers; fewer where they would be one."""
+    """Low, middle and high of a target's layers, without repetition."""
     return tuple(sorted({min(1, layers - 1), max(layers // 2 - 1, 0), max(layers - 4, 0)}))
 
 

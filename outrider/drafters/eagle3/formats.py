@@ -1,7 +1,7 @@
-"""EAGLE-3 in the formats of others: speculators, SGLang, DeepSpec, TensorRT-LLM, GGUF, and as its authors release it.
+"""EAGLE-3 in the formats of other programs: speculators, SGLang, DeepSpec, TensorRT-LLM, GGUF, and its authors' own.
 
 The authors' config does not name the taps: their code takes the outputs of layers 1, n / 2 - 1 and n - 4 of n, counted
-from 0.  A folder that names them, at its top, is one for vLLM, where layer k is the state after k layers.
+from 0.  A folder that names them at the top level is for vLLM, where layer k is the state after k layers.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ REFUSES = (
     only("gated", False, "gated attention has no key there; train with gated: no"),
     only("aggregate", "fc", "learned queries have no key there; train with aggregate: fc"),
 )
-"""What no format has keys for."""
+"""Settings that no format has keys for."""
 
 
 # ── speculators ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def to_speculators(source: Source) -> dict[str, Any]:
-    own = source.settings
-    config = speculators.fused(source, "eagle3", "Eagle3Speculator", "qwen3" if own.qk_norm else "llama", 1)
-    return config | {"fc_norm": own.fc_norm, "norm_output": own.norm_output, "embed_requires_grad": False}
+    settings = source.settings
+    config = speculators.fused(source, "eagle3", "Eagle3Speculator", "qwen3" if settings.qk_norm else "llama", 1)
+    return config | {"fc_norm": settings.fc_norm, "norm_output": settings.norm_output, "embed_requires_grad": False}
 
 
 def of_speculators(config: Config, target: TransformersTarget) -> dict[str, Any]:
@@ -68,8 +68,8 @@ def trtllm_settings(source: Source) -> dict[str, Any]:
 
 
 def one_layer(source: Source) -> str | None:
-    """TensorRT-LLM's loader makes fc only from the second layer on."""
-    return "it reads two layers or more; train with more taps" if len(source.model.taps) < 2 else None
+    """TensorRT-LLM's loader creates fc only for two layers or more."""
+    return "it needs two taps or more; train with more taps" if len(source.model.taps) < 2 else None
 
 
 LLAMA = "its EAGLE-3 is Llama's, without query norms and with the feature itself as residual; train with qk_norm: no"
@@ -81,7 +81,7 @@ SGLANG_REFUSES = (
 # ── DeepSpec ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 DEEPSPEC = ("Qwen3Eagle3Model", "Eagle3DraftModel")
-PLAIN = "its EAGLE-3 norms queries and keys, drafts all tokens and knows no options; train with qk_norm: yes alone"
+PLAIN = "its EAGLE-3 norms queries and keys, drafts all tokens and has no options; train with qk_norm: yes alone"
 DEEPSPEC_REFUSES = (
     only("qk_norm", True, PLAIN), only("vocabulary", None, PLAIN), *(only(flag, False, PLAIN) for flag in FLAGS),
     *REFUSES,
@@ -89,9 +89,10 @@ DEEPSPEC_REFUSES = (
 
 
 def to_deepspec(source: Source) -> dict[str, Any]:
-    own = source.settings
+    settings = source.settings
     return deepspec.common(source, DEEPSPEC[0], 1) | {
-        "target_model_name_or_path": source.target.spec.name, "ttt_length": own.ttt, "step_loss_decay": own.decay,
+        "target_model_name_or_path": source.target.spec.name, "ttt_length": settings.ttt,
+        "step_loss_decay": settings.decay,
         "draft_num_hidden_layers": 1,
     }  # fmt: skip
 
@@ -136,7 +137,7 @@ def whole_heads(source: Source) -> str | None:
 
 
 GGUF = [
-    *((f"layers.0.{ours}.weight", f"blk.0.{theirs}.weight") for ours, theirs in drafters.PARTS.items()),
+    *((f"layers.0.{name}.weight", f"blk.0.{gguf_name}.weight") for name, gguf_name in drafters.PARTS.items()),
     ("layers.0.hidden_norm.weight", "blk.0.attn_norm_2.weight"), ("fc.weight", "fc.weight"),
     ("norm.weight", "output_norm.weight"), ("head.lm_head.weight", "lm_head.weight"), ("head.d2t", "d2t"),
     ("head.t2d", "t2d"),

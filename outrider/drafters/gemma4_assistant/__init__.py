@@ -1,16 +1,15 @@
 """Gemma 4's assistant: a few layers without keys of their own attend to the target's.  (Released with Gemma 4, 2026.)
 
 pre_projection reads [embedding of the last token; state], each layer attends to the keys and values of the last target
-layer of its kind, post_projection gives the next step's state.  All steps stand at the anchor's position, so a draft
-writes no key anywhere.  A large vocabulary is read through centroids: the likeliest of them name the tokens that can be
-drafted.
+layer of its kind, and post_projection gives the next step's state.  All steps are at the anchor's position, so a draft
+stores no keys.  A large vocabulary is reached through centroids: only tokens of the likeliest ones can be drafted.
 
-Assumes that the target's keys hold what the next few tokens need.
+Assumes that the target's keys contain what the next few tokens need.
 
-Differs from transformers' generation: there a stale key may stand at the anchor's position, here never.  Tokens of
-other centroids can't be drafted at all; transformers gives them the smallest logit found, which depends on the batch.
+Differs from transformers' generation: there a stale key may be at the anchor's position.  Tokens of other centroids
+can't be drafted; transformers gives them the smallest logit of the batch.
 
-Take it where the target is a Gemma 4 with its assistant: nothing is trained.
+Use it if the target is a Gemma 4 with its assistant; it needs no training.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Gemma4Assistant(StateDrafter):
         super().__init__(target, getattr(torch, target.spec.dtype), config.length)
         self.model, self.text = model, model.config.get_text_config()
         self.layers = shared_layers(model, target)
-        """By kind of layer: the target layer whose keys and values are attended to."""
+        """By kind of layer: the target layer whose keys and values it attends to."""
 
     def draft(self, memory: LastStates, state: DecodeState, sizes: Tensor) -> Draft:
         steps = Steps(self, memory.cache, state.rows, memory.hidden[state.rows])
@@ -57,7 +56,7 @@ class Gemma4Assistant(StateDrafter):
 
 
 class Steps:
-    """One draft of some slots: the target's keys and values of them, and the state that goes from step to step."""
+    """One draft of some slots: the target's keys and values, and the state that is passed from step to step."""
 
     def __init__(self, drafter: Gemma4Assistant, cache: SlotCache, rows: Sequence[int], states: Tensor):
         """states [B, H]."""
@@ -71,12 +70,12 @@ class Steps:
         """Logits [B, V] after one more token per slot, [B]."""
         model, target = self.drafter.model, self.drafter.target
         inputs = torch.cat([target.embed(tokens), self.states], -1)
-        found = model.model(
+        states = model.model(
             inputs_embeds=model.pre_projection(inputs)[:, None], attention_mask=self.masks, position_ids=self.positions,
             shared_kv_states=self.shared, use_cache=False,
         ).last_hidden_state[:, 0]  # fmt: skip
-        self.states = model.post_projection(found)
-        return model.lm_head(found) if model.masked_embedding is None else by_centroids(model, found)
+        self.states = model.post_projection(states)
+        return model.lm_head(states) if model.masked_embedding is None else by_centroids(model, states)
 
     def _mask(self, kind: str, keys: Tensor, lengths: Tensor) -> Tensor:
         """[B, 1, 1, n], additive.  A sliding layer attends to its window up to the last token read."""
@@ -88,7 +87,7 @@ class Steps:
 
 
 def by_centroids(model: Any, states: Tensor) -> Tensor:
-    """Logits [B, V] of states [B, h], -inf for tokens of all but the likeliest centroids."""
+    """Logits [B, V] of states [B, h], -inf for tokens outside the likeliest centroids."""
     head = model.masked_embedding
     groups = head.token_ordering.long().view(head.num_centroids, -1)
     tokens = groups[head.centroids(states).topk(head.centroid_intermediate_top_k, -1).indices].flatten(1)
@@ -97,7 +96,7 @@ def by_centroids(model: Any, states: Tensor) -> Tensor:
 
 
 def build(config: Config, target: Target) -> Gemma4Assistant:
-    """Raises DrafterError for a missing assistant, or one of another target."""
+    """Raises DrafterError for a missing assistant, or one for another target."""
     if not config.model:
         raise DrafterError("gemma4_assistant.model is empty; name the assistant, a folder or a Hugging Face id")
     return Gemma4Assistant(load_assistant(config.model, target), target, config)

@@ -1,21 +1,20 @@
 """Medusa: heads on the target's last hidden state, each for one token further ahead, drafted as a tree.  (arXiv
 2401.10774.)
 
-Head k, counted from 0, reads the state before the anchor and predicts the token k + 1 positions after it: x + SiLU(W
-x), then an output matrix.  Heads do not know each other's tokens, so a chain of first choices is a poor draft; a tree
-of likely combinations is a good one.  How often the choice of each rank is right is counted while the heads learn, and
-the nodes with the largest products of these accuracies are drafted.  This assumes that heads err independently.
+Head k, counted from 0, reads the state before the anchor and predicts the token k + 1 positions after the anchor: x +
+SiLU(W x), then an output matrix.  Heads do not see each other's tokens, so a chain of first choices is a poor draft,
+and a tree of likely combinations a good one.  Training counts how often the choice of each rank is right, and the draft
+has the nodes with the largest products of these accuracies.  This assumes that heads err independently.
 
 With `sequential`, head k also reads the words before its own, the anchor first: y = [x; words], R y + SiLU(W y).
 (Hydra, arXiv 2402.05109; its prefix attention is left out.)
 
-Differs from the paper: the output matrix is the target's own unless `head` is own, so that a head has H * H weights and
-trains fast; accuracies are counted in training, not on held-out texts; every draft is verified by the exact
-distribution, not by typical acceptance; above temperature 0 nodes are drawn, of which more are accepted than of the
-likeliest.
+Differs from the paper: the output matrix is the target's unless `head` is own, so a head has H * H weights and trains
+fast; accuracies are counted in training, not on held-out texts; verification is exact, not by typical acceptance; above
+temperature 0 nodes are drawn, since more of them are accepted than of the likeliest.
 
-Take it where drafting must take almost no time: a few products on a state that is there already.  `sequential` is the
-better form where it can be served.
+Use it if drafting must take almost no time: it needs a few matrix products on an existing state.  Prefer `sequential`
+if your engine supports it.
 
 B slots, S tokens, H hidden size, V vocabulary, K heads, R ranks, N nodes, W nodes of one level, P positions trained.
 """
@@ -73,9 +72,9 @@ METHOD = Method(
 )  # fmt: skip
 
 RANKS = 10
-"""Ranks of a head whose accuracies are counted."""
+"""Number of ranks whose accuracies are counted, per head."""
 KEEP = 0.95
-"""Weight of the earlier accuracies when a batch is added; the batch has the rest."""
+"""Weight of the previous accuracies in the moving average over batches."""
 
 
 class Config(Base):
@@ -85,26 +84,26 @@ class Config(Base):
     layers: PositiveInt = 1
     """Residual blocks per head."""
     head: Literal["target", "own"] = "target"
-    """Output matrix: the target's, frozen, or each head's own, which begins as the target's and has V * H weights."""
+    """Output matrix: the target's, frozen, or one per head, initialised as the target's, with V * H weights."""
     sequential: bool = False
     """Heads read the drafted tokens before their own (Hydra): better at depth, and drafted level by level."""
     nodes: PositiveInt = 16
-    """Nodes of the tree: those that were most often right in training."""
+    """Nodes of the tree, those that were most often right in training."""
     tree: tuple[tuple[NonNegativeInt, ...], ...] | None = None
-    """The tree itself, as paths of ranks such as [[0], [0, 0], [1]], parents first, the most promising first."""
+    """The tree as paths of ranks, such as [[0], [0, 0], [1]], parents before children and the most promising first."""
     drawn: bool = True
-    """Draw the nodes of sampled requests, siblings without replacement; no: take the heads' likeliest tokens, as at
-    temperature 0."""
+    """Draw the nodes of sampled requests, siblings without replacement; no: use the likeliest tokens, as at temperature
+    0."""
     anchors: PositiveInt | None = None
-    """Most positions trained per text and step; all unless given."""
+    """Most positions trained per text and step; by default all."""
     device: str | None = None
-    """Device that drafts, such as cuda:1; the target's unless given."""
+    """Device of the drafter, such as cuda:1; the target's by default."""
 
     @model_validator(mode="after")
     def _is_a_tree(self) -> Config:
-        known: set[Path] = {()}
+        earlier: set[Path] = {()}
         for path in self.tree or ():
-            if path in known or path[:-1] not in known:
+            if path in earlier or path[:-1] not in earlier:
                 raise ValueError(
                     f"tree: path {list(path)} is empty, repeated, or before its parent {list(path[:-1])}; "
                     "list parents first, each once"
@@ -113,18 +112,18 @@ class Config(Base):
                 raise ValueError(
                     f"tree: path {list(path)} is deeper than {self.heads} heads; raise heads, or shorten the path"
                 )
-            known.add(path)
+            earlier.add(path)
         if self.tree == ():
             raise ValueError("tree must have at least one node; leave it out for the best tree by measurement")
         return self
 
 
 class Model(DraftModel):
-    """The heads, and how often each head's choices were right."""
+    """The heads and their accuracies."""
 
     taps = ()
     accuracies: Tensor
-    """[K, R]: how often head k's choice of rank r was the target's token, after true text."""
+    """[K, R], how often head k's choice of rank r was the target's token, after true text."""
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
@@ -149,25 +148,25 @@ class Model(DraftModel):
         self.register_buffer("accuracies", assumed(config.heads, min(RANKS, vocabulary)))
 
     def state(self, k: int, hidden: Tensor, words: Tensor | None) -> Tensor:
-        """Head k's state [..., H] from the target's [..., H] and, where it is sequential, words [..., >= k + 1, H]."""
+        """Head k's state [..., H] from the target's [..., H] and, if sequential, words [..., >= k + 1, H]."""
         x = hidden if words is None else torch.cat([hidden, words[..., : k + 1, :].flatten(-2)], -1)
         for layer in range(self.config.layers):
             x = self.medusa_head[k][layer](x)  # type: ignore[index]
         return x
 
     def logits(self, states: Tensor, first: int = 0) -> Tensor:
-        """[..., k, V] of the states [..., k, H] of k heads from `first` on."""
+        """Logits [..., k, V] of the states [..., k, H] of k heads, from head `first` on."""
         if self.config.head == "target":
             return self.target.head(states)
         outputs = [self.medusa_head[first + k][-1](states[..., k, :]) for k in range(states.shape[-2])]  # type: ignore[index]
         return torch.stack(outputs, -2)
 
     def words(self, tokens: Tensor) -> Tensor | None:
-        """What the heads read of these tokens [...]: their embeddings [..., H], or nothing."""
+        """Embeddings [..., H] of tokens [...] if the heads read them, else None."""
         return self.target.embed(tokens).to(self.accuracies.dtype) if self.config.sequential else None
 
     def along(self, hidden: Tensor, words: Tensor | None, heads: int) -> Tensor:
-        """Logits [..., k, V] of the first `heads` heads on known text: hidden [..., H], words [..., K, H], the anchor
+        """Teacher-forced logits [..., k, V] of the first `heads` heads: hidden [..., H], words [..., K, H], the anchor
         first."""
         return self.logits(torch.stack([self.state(k, hidden, words) for k in range(heads)], -2))
 
@@ -185,34 +184,34 @@ build = Model.build
 
 
 def assumed(heads: int, ranks: int) -> Tensor:
-    """Accuracies [K, R] before anything was counted: 0.6 for the first choice of head 0, 0.8 times that a head further
-    on, and falling with the square of the rank.
+    """Initial accuracies [K, R]: 0.6 for the first choice of head 0, 0.8 times that per further head, divided by the
+    square of the rank.
     """
     return 0.6 * 0.8 ** torch.arange(heads)[:, None] / torch.arange(1, ranks + 1) ** 2
 
 
 def search(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Path, ...]:
-    """The `nodes` paths with the largest products of accuracies [K, R] along them, largest first: the tree with most
-    accepted.
+    """The `nodes` paths with the largest products of accuracies [K, R], largest first: the tree with the highest
+    expected acceptance.
 
     A child's product is never above its parent's and of equals the shallower comes first, so every prefix is the best
-    tree of its size.  Returns fewer paths where the heads have no more.
+    tree of its size.  Returns fewer paths if there are no more.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     candidates: list[tuple[float, int, Path]] = [(-1.0, 0, ())]
-    while candidates and len(found) <= nodes:
+    while candidates and len(paths) <= nodes:
         product, depth, path = heapq.heappop(candidates)
-        found.append(path)
+        paths.append(path)
         for rank, chance in enumerate(accuracies[depth] if depth < len(accuracies) else ()):
             heapq.heappush(candidates, (product * chance, depth + 1, (*path, rank)))
-    return tuple(found[1:])  # without the anchor
+    return tuple(paths[1:])  # without the anchor
 
 
 # ── serving ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class MedusaDrafter(StateDrafter):
-    """Drafts a tree of the heads' choices after one state per slot."""
+    """Drafts a tree of the heads' choices."""
 
     def __init__(self, model: Model):
         self._packed = prepacked.Packed(model)
@@ -223,7 +222,8 @@ class MedusaDrafter(StateDrafter):
         self._packed.refresh()
 
     def draft(self, memory: LastStates, state: DecodeState, sizes: Tensor) -> Draft:
-        tree, drawn = self.tree.first(int(sizes.max())), self.model.config.drawn and state.judge.temperature is not None
+        tree = self.tree.first(int(sizes.max()))
+        drawn = self.model.config.drawn and state.judge.temperature is not None
         hidden = memory.hidden[to_device(state.rows, memory.hidden.device)]
         step = _Step(self.model, hidden, state.anchor, 1 + int(tree.depths.max()))
         if step.all is not None and not (drawn or state.judge.bans):
@@ -243,25 +243,25 @@ class MedusaDrafter(StateDrafter):
 
 
 class StaticHeads(StaticDrafter):
-    """The same in a static step."""
+    """A `MedusaDrafter` in a static step."""
 
     code = (trees,)
 
     def __init__(self, drafter: MedusaDrafter, memory: LastStates, is_drawn: bool):
-        self.model, self.tree, self.are_known, self.has_q = drafter.model, drafter.tree, memory.known, is_drawn
-        self.hidden = memory.hidden
-        self.known = torch.zeros(len(self.hidden), dtype=torch.bool, device=self.hidden.device)
+        self.model, self.tree, self.has_q = drafter.model, drafter.tree, is_drawn
+        self.memory, self.hidden = memory, memory.hidden
+        self.is_ready = torch.zeros(len(self.hidden), dtype=torch.bool, device=self.hidden.device)
         self.parents = self.tree.parents
         self.choices = self.tree.indices.to(self.hidden.device).repeat(len(self.hidden), 1)
         self.deepest = 1 + int(self.tree.depths.max())
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
         for row in rows:
-            self.known[row] = self.are_known[row]
+            self.is_ready[row] = self.memory.is_ready[row]
 
     def leave(self, rows: Sequence[int], state: DecodeState) -> None:
-        for row, is_known in zip(rows, self.known[rows].tolist(), strict=True):
-            self.are_known[row] = is_known
+        for row, is_ready in zip(rows, self.is_ready[rows].tolist(), strict=True):
+            self.memory.is_ready[row] = is_ready
 
     def propose(self, slots: StaticSlots, rule: StaticRule) -> Proposed:
         step, q = _Step(self.model, self.hidden, slots.anchor, self.deepest), None
@@ -272,14 +272,14 @@ class StaticHeads(StaticDrafter):
             tokens = trees.ranked(step.first(), step.expand, self.tree)
         else:
             tokens = step.all.topk(self.tree.width, -1).indices.flatten(1).gather(1, self.choices)
-        return Proposed(tokens, sizes_of(slots, len(self.parents), self.known), q)
+        return Proposed(tokens, sizes_of(slots, len(self.parents), self.is_ready), q)
 
     def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
         last = (committed.counts - 1).clamp(min=0)
         rows, is_new = committed.rows.gather(1, last[:, None]), committed.counts > 0
         states = scores.hidden.gather(1, rows[..., None].expand(-1, -1, scores.hidden.shape[-1]))[:, 0]
         self.hidden.copy_(torch.where(is_new[:, None], states.to(self.hidden), self.hidden))
-        self.known.logical_or_(is_new)
+        self.is_ready.logical_or_(is_new)
 
 
 class _Step:
@@ -288,7 +288,7 @@ class _Step:
     def __init__(self, model: Model, hidden: Tensor, anchor: Tensor, depth: int):
         self.model, self.hidden, self.anchor = model, hidden, anchor
         self.all = None if model.config.sequential else model.along(hidden, None, depth)
-        """[B, depth, V], where no head depends on a drafted token; else None."""
+        """[B, depth, V] if no head depends on a drafted token; else None."""
 
     def first(self) -> Tensor:
         """Logits [B, V] after the anchor."""
@@ -309,7 +309,7 @@ class _Step:
 
 
 def _paths(model: Model) -> tuple[Path, ...]:
-    """The tree that is asked for, or the best by what was counted; a chain where the target verifies no trees."""
+    """The configured tree, or the best by the accuracies; a chain if the target verifies no trees."""
     config = model.config
     chain = tuple((0,) * (k + 1) for k in range(min(config.heads, config.nodes)))
     if not serving.verifies_trees(model.target, "medusa", f"a chain of {len(chain)}, every head's first choice"):
@@ -326,9 +326,9 @@ def _paths(model: Model) -> tuple[Path, ...]:
 
 
 class Rows(SharedLabels):
-    """Predictions of every head after every anchor whose next token is learnt: K rows per anchor, row k of head k.
+    """Predictions of every head after every anchor whose next token is trained: K rows per anchor, row k of head k.
 
-    The hidden states are the target's and are not trained, so a chunk's gradient goes to the weights at once.
+    The hidden states are the target's and not trained, so a chunk's gradient goes directly to the weights.
     """
 
     def __init__(self, model: Model, batch: Batch):
@@ -337,10 +337,10 @@ class Rows(SharedLabels):
         text, before = live.nonzero().unbind(-1)
         super().__init__(model, batch.hidden[text, before], batch.final, rows)
         self._before = batch.tokens[text[:, None], labels_at - 1]
-        """[P, K], the anchor and the tokens after it, of which head k may read the first k + 1."""
+        """[P, K], the anchor and the tokens after it; head k may read the first k + 1."""
         self.hits = torch.zeros(heads, model.accuracies.shape[1] + 1, device=device)
-        """[K, R + 1]: how often the target's likeliest token was head k's choice of rank r, in the last column of a
-        later rank."""
+        """[K, R + 1], how often the target's likeliest token was head k's choice of rank r; the last column counts all
+        later ranks."""
 
     def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
         heads = self.model.config.heads
@@ -350,9 +350,9 @@ class Rows(SharedLabels):
                 target = self.target_logits(part)
             hidden = self._states[anchors].to(self.model.accuracies.dtype)
             draft = self.model.along(hidden, self.model.words(self._before[anchors]), heads)
-            found = [(draft.flatten(0, 1), target, part)]
+            chunk = [(draft.flatten(0, 1), target, part)]
             del draft, target
-            yield found.pop()  # nothing of it stays here, as in `DetachedRows`
+            yield chunk.pop()  # no reference stays here, as in `DetachedRows`
 
     def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         if self.model.training:
@@ -361,19 +361,19 @@ class Rows(SharedLabels):
 
     @torch.no_grad()
     def count(self, rows: slice, draft: Tensor, target: Tensor) -> None:
-        """Count at which rank of its head the target's likeliest token was, in each of these rows."""
+        """Count the rank of the target's likeliest token in each of these rows."""
         best, ids = target.argmax(-1, keepdim=True), torch.arange(draft.shape[-1], device=draft.device)
-        own = draft.gather(-1, best)
-        # in bf16 the best logits are often equal, and only one can be the first choice
-        rank = (draft > own).sum(-1) + ((draft == own) & (ids < best)).sum(-1)
-        ranks, learnt = self.hits.shape[1], self.weight[rows] > 0
+        value = draft.gather(-1, best)
+        # in bf16 the best logits are often equal, but only one is the first choice
+        rank = (draft > value).sum(-1) + ((draft == value) & (ids < best)).sum(-1)
+        ranks, is_trained = self.hits.shape[1], self.weight[rows] > 0
         at = self.depth[rows] * ranks + rank.clamp(max=ranks - 1)
-        self.hits += torch.bincount(at[learnt], minlength=self.hits.numel()).view_as(self.hits)
+        self.hits += torch.bincount(at[is_trained], minlength=self.hits.numel()).view_as(self.hits)
 
     def backward(self) -> None:
-        """Add the counts to the model's accuracies; the heads have their gradients already."""
+        """Update the model's accuracies by the counts; the heads already have their gradients."""
         counts, accuracies = self.hits.sum(1), self.model.accuracies
         counted = counts > 0
-        found = self.hits[counted, :-1] / counts[counted, None]
-        accuracies[counted] = KEEP * accuracies[counted] + (1 - KEEP) * found.to(accuracies.dtype)
+        measured = self.hits[counted, :-1] / counts[counted, None]
+        accuracies[counted] = KEEP * accuracies[counted] + (1 - KEEP) * measured.to(accuracies.dtype)
         self.hits.zero_()

@@ -1,8 +1,7 @@
-"""Medusa's heads, written for vLLM (0.32 and before) and read from there or as Medusa's authors release them.
+"""Medusa's heads in vLLM's format (0.32 and before), and read from its authors' format.
 
-vLLM calls a head's parts `blocks.K.layers.L` and `lm_heads.K`, the authors `K.L.linear` and `K.L.weight`.  Every head
-there has an output matrix of its own: where ours is the target's, each gets a copy.  Neither holds the tree that is
-drafted.
+vLLM names a head's parts `blocks.K.layers.L` and `lm_heads.K`, the authors `K.L.linear` and `K.L.weight`.  Every head
+has its own output matrix there: if ours is the target's, each gets a copy.  Neither format stores the tree.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from outrider.formats.layout import Config, Layout, Source, only
 from outrider.targets.hf.transformers import TransformersTarget
 
 DEEPEST, MOST = 4, 16
-"""Blocks of a head and heads that names are made for."""
+"""Most blocks per head, and most heads."""
 RELEASED = (
     (r"^(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2."),
     (r"^(?:medusa_head\.)?(\d+)\.\d+\.", r"lm_heads.\1."),
 )
-"""What the authors' names begin with, and vLLM's."""
+"""Prefixes of the authors' names, and vLLM's."""
 
 
 def written(source: Source) -> dict[str, Any]:
@@ -37,7 +36,7 @@ def written(source: Source) -> dict[str, Any]:
         "truncated_vocab_size": spec.vocabulary,
         "num_heads": settings.heads,
         "num_hidden_layers": settings.layers,
-        # unless it is announced, vLLM ignores the bias without a message
+        # without this, vLLM silently ignores the bias
         "medusa_fc_bias": True,
         "max_paths": settings.nodes,
         "topk": 10,
@@ -57,7 +56,7 @@ def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
 
 
 def duplicates(source: Source) -> list[str]:
-    """Of every head; ignored where the head has an output matrix of its own."""
+    """The output matrix of every head; ignored for heads with their own."""
     return [f"lm_heads.{k}.weight" for k in range(source.settings.heads)]
 
 
@@ -68,20 +67,20 @@ def too_large(source: Source) -> str | None:
 
 
 def released(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The authors' names made vLLM's, where they are such."""
-    found = {}
+    """The weights with the authors' names replaced by vLLM's."""
+    renamed = {}
     for name, weight in weights.items():
-        for theirs, vllms in RELEASED:
-            name = re.sub(theirs, vllms, name)
-        found[name] = weight
-    return found
+        for pattern, replacement in RELEASED:
+            name = re.sub(pattern, replacement, name)
+        renamed[name] = weight
+    return renamed
 
 
 def is_of(config: Config, names: Collection[str]) -> bool:
     return config.get("model_type") == "medusa" or "medusa_num_heads" in config
 
 
-REFUSES = (too_large, only("sequential", False, "its heads read the words before their own, which the format's don't"))
+REFUSES = (too_large, only("sequential", False, "its heads read earlier words, which the format does not support"))
 NAMES = [
     rule for k in range(MOST)
     for rule in (
@@ -89,7 +88,7 @@ NAMES = [
         *((f"medusa_head.{k}.{n}.weight", f"lm_heads.{k}.weight") for n in range(1, DEEPEST + 1)),
     )
 ]  # fmt: skip
-"""Of a head's parts, the output matrix last: its number is the number of blocks before it."""
+"""The output matrix is a head's last part, numbered by the blocks before it."""
 FORMATS = {
     "medusa": Layout(
         NAMES, written, read, duplicates, assumed={"head": "own"}, translates=released, refuses=REFUSES, is_of=is_of

@@ -1,14 +1,14 @@
-"""MTP: modules that each predict one token further, shipped with the target or trained.  (arXiv 2412.19437.)
+"""MTP: modules that each predict one token further ahead, shipped with the target or trained.  (arXiv 2412.19437.)
 
 Module m reads a token and the output of module m - 1 for the token before it; module 0 reads the target's final hidden
 state: eh_proj [enorm(embedding); hnorm(state)], one decoder layer, a norm.  The target's own head reads the output.
 Step k of a draft uses module min(k, modules - 1), so the last one continues with its own output (FastMTP: one module
-for all steps). Training weighs step k by 0.6 ** k, which the trainer normalises; FastMTP's loss is cross entropy of the
-text's own tokens.
+for all steps).  Training weighs step k by 0.6 ** k, normalised by the trainer; FastMTP's loss is cross entropy of the
+text's tokens.
 
-`native` takes DeepSeek-V3's, GLM's, Qwen3-Next's, MiMo-V2's and others' modules from the target's own checkpoint, as
-transformers builds them, and may tune them.  Other modules begin at random, with a dense layer, and their weights have
-DeepSeek-V3's names: layers.m.{enorm, hnorm, eh_proj, input_layernorm, self_attn, post_attention_layernorm, mlp,
+`native` loads the modules of DeepSeek-V3, GLM, Qwen3-Next, MiMo-V2 and others from the target's checkpoint, as
+transformers builds them, and can train them further.  Other modules start at random with a dense layer; their weights
+have DeepSeek-V3's names: layers.m.{enorm, hnorm, eh_proj, input_layernorm, self_attn, post_attention_layernorm, mlp,
 shared_head.norm}, counted from 0; native ones have transformers' names, layers.m.{enorm, hnorm, eh_proj, mtp_block,
 post_norm}.
 
@@ -17,8 +17,8 @@ Assumes that the state which predicts one token also holds something of the next
 Differs from the paper: [embedding; state] is the order of the released weights, not the paper's; the next module reads
 the state after the norm, as in transformers; the target is frozen.  A draft may be a tree.
 
-Take it first where the target ships its modules: nothing is trained then.  Of what was trained on the demo target most
-is accepted of it.
+Use it first if the target ships its modules, since they need no training.  It had the highest acceptance of the methods
+trained on the demo target.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Config(RecurrentConfig):
     length: PositiveInt = 3
     """Tokens drafted per step; levels of a tree."""
     native: bool | None = None
-    """Use the modules shipped with the target; unless given, yes where it has any."""
+    """Use the modules shipped with the target; by default yes if it has any."""
     modules: PositiveInt = 1
-    """Modules with weights of their own; the target decides for native ones."""
+    """Number of modules; for native ones, the target's."""
     qk_norm: bool = False
-    """Normalise queries and keys, as Qwen3's layers do and DeepSeek's do not."""
+    """Normalise queries and keys, as in Qwen3's layers but not in DeepSeek's."""
     ttt: PositiveInt = 3
     """Steps unrolled in training."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.6
@@ -68,7 +68,7 @@ class Config(RecurrentConfig):
 
 
 class Module(DecoderLayer):
-    """One module of our own, its weights named as in DeepSeek-V3's checkpoints."""
+    """One of Outrider's modules, with weights named as in DeepSeek-V3's checkpoints."""
 
     def __init__(self, hidden: int, shape: LayerSizes, qk_norm: bool):
         super().__init__()
@@ -83,7 +83,7 @@ class Module(DecoderLayer):
 
     @recomputable
     def forward(self, words: Tensor, states: Tensor, angle: Tensor, attend: Attend, number: int) -> Tensor:
-        """words, states [B, n, H]; returns [B, n, H], which the head reads."""
+        """words, states [B, n, H]; returns [B, n, H], the input of the head."""
         x = self.eh_proj(torch.cat([self.enorm(words), self.hnorm(states)], -1))
         x = x + self.self_attn(self.input_layernorm(x), angle, attend, number)
         return self.shared_head["norm"](x + self.mlp(self.post_attention_layernorm(x)))
@@ -94,8 +94,8 @@ class Model(RecurrentModel):
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
-        wanted = config.native is True
-        self.shipped = None if config.native is False else native_modules(target, wanted, _causal)
+        is_required = config.native is True
+        self.shipped = None if config.native is False else native_modules(target, is_required, _causal)
         self.native = self.shipped is not None
         self.config, self.target = config.model_copy(update={"native": self.native}), target
         if self.shipped is None:
@@ -111,7 +111,8 @@ class Model(RecurrentModel):
         self.num_modules = len(self.layers)
 
     def cos_sin(self, positions: Tensor) -> Tensor:
-        """A pair has its token's position, one after the target's state; native modules rotate by themselves."""
+        """A pair has its token's position, one after that of the target's state; native modules take positions, not
+        angles."""
         return rotary(positions + 1, self.shape) if self.shipped is None else positions + 1
 
     def step(self, module: int, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
@@ -131,7 +132,7 @@ def _causal(positions: Tensor, limits: Sequence[AttentionLimit | None]) -> Atten
 def _warn_of_idle(config: Config) -> None:
     names = ("modules", "qk_norm", *(name for name in LayerConfig.model_fields if name != "device"))
     is_usual = {name: getattr(config, name) == FORMER.get(name) for name in names}
-    because = "on modules shipped with the target; set native to no for modules of your own"
+    because = "on modules shipped with the target; set native to no to use modules of Outrider"
     serving.warn_idle("mtp", config, is_usual, because)
 
 

@@ -1,4 +1,4 @@
-"""MTP's modules in the formats of others: speculators, and GGUF in `gguf.py`."""
+"""MTP's modules in the formats of other programs: speculators, and GGUF in `gguf.py`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from outrider.targets.hf.transformers import TransformersTarget
 
 
 def written(source: Source) -> dict[str, Any]:
-    own = source.settings
-    config = speculators.common(source, "mtp", "MTPDraftModel", "qwen3" if own.qk_norm else "llama", 1, own.length)
+    settings = source.settings
+    config = speculators.common(
+        source, "mtp", "MTPDraftModel", "qwen3" if settings.qk_norm else "llama", 1, settings.length
+    )
     return config | {"num_nextn_predict_layers": 1}
 
 
@@ -22,7 +24,7 @@ def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
     shape = config["transformer_layer_config"]
     if config.get("num_nextn_predict_layers", 1) != 1:
         raise ExportError(
-            f"num_nextn_predict_layers is {config['num_nextn_predict_layers']}, but this format holds one module; "
+            f"num_nextn_predict_layers is {config['num_nextn_predict_layers']}, but this format has one module; "
             "set it to 1"
         )
     return {

@@ -1,12 +1,12 @@
-"""mtp as GGUF: the target and the module in one file, since llama.cpp looks for the module in the target's.
+"""MTP as GGUF: the target and the module in one file, since llama.cpp reads the module from the target's file.
 
-llama.cpp has no such module for a Qwen3 or a Llama, but one in its `glm4moe` that computes what ours does: the target's
-layers are written as that architecture's dense layers, and the module as the layer after them.  Its MLP is a mixture
-there: ours is the expert that every token shares, and the one that is routed to has a width of 1 and is zero.  The
-module reads the target's state after the final norm, and its own after its norm, in both.
+llama.cpp has no such module for Qwen3 or Llama, but the one of its `glm4moe` computes the same as ours.  So the
+target's layers are written as that architecture's dense layers, and the module as the layer after them.  The module's
+MLP is a mixture of experts there: ours is the shared expert, and the one routed expert is zero, with a width of 1.  In
+both, the module reads the target's state after the final norm and its own output after its norm.
 
-llama.cpp also reads the first token of a text, beside a state of zeros; here that pair does not exist.  So a draft may
-differ from ours; the text does not.
+llama.cpp also reads the first token of a text, with a state of zeros; that pair does not exist here.  So drafts may
+differ from ours, but the text does not.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from outrider.weights import weights_of
 
 NAME = "glm4moe"
 SIGMOID = 2
-"""llama.cpp's number for how the expert is chosen; with one there is no choice."""
+"""llama.cpp's number for a gating function; irrelevant with one expert."""
 BLOCK = "block."
-"""In names of the layout what stands for blk.N., N being the number of the target's layers."""
+"""Stands for blk.N. in the layout's names, N being the number of the target's layers."""
 RENAMED = {"ffn_norm": "post_attention_norm"}
-"""A Qwen3's and Llama's names of tensors where this architecture has others."""
+"""Tensor names of Qwen3 and Llama that differ in this architecture."""
 SHARED = {"ffn_gate": "ffn_gate_shexp", "ffn_up": "ffn_up_shexp", "ffn_down": "ffn_down_shexp"}
-"""The MLP of the module."""
+"""Tensor names of the module's MLP."""
 MODULE = [
     *(
-        (f"layers.0.{ours}.weight", f"{BLOCK}{(RENAMED | SHARED).get(theirs, theirs)}.weight")
-        for ours, theirs in PARTS.items()
+        (f"layers.0.{name}.weight", f"{BLOCK}{(RENAMED | SHARED).get(gguf_name, gguf_name)}.weight")
+        for name, gguf_name in PARTS.items()
     ),
     *((f"layers.0.{name}.weight", f"{BLOCK}nextn.{name}.weight") for name in ("eh_proj", "enorm", "hnorm")),
     ("layers.0.shared_head.norm.weight", f"{BLOCK}nextn.shared_head_norm.weight"),
 ]  # fmt: skip
 EMPTY = ("ffn_gate_inp.weight", "exp_probs_b.bias", "ffn_gate_exps.weight", "ffn_up_exps.weight",
          "ffn_down_exps.weight")  # fmt: skip
-"""Tensors of the mixture that is none, all zero."""
+"""Tensors of the unused routed expert, all zero."""
 
 
 def header(source: Source) -> dict[str, Any]:
-    """The keys of target and module."""
+    """The keys of the target and the module."""
     spec = source.target.spec
     shape = {
         "block_count": spec.layers + 1, "nextn_predict_layers": 1, "context_length": spec.context,
@@ -67,13 +67,14 @@ def header(source: Source) -> dict[str, Any]:
 
 
 def tensors(weights: Mapping[str, Tensor], keys: Config, source: Source) -> dict[str, Tensor]:
-    """The target's weights and the module's, as the file has them."""
+    """The target's weights and the module's under the file's names."""
     lm, layers, hidden = source.target.model, source.target.spec.layers, source.target.spec.hidden
-    own = weights_of(lm)
-    theirs = model.names_of(
-        {"general.architecture": lm.config.model_type, f"{lm.config.model_type}.block_count": layers}, list(own)
+    target_weights = weights_of(lm)
+    names = model.names_of(
+        {"general.architecture": lm.config.model_type, f"{lm.config.model_type}.block_count": layers},
+        list(target_weights),
     )
-    trunk = {_renamed(theirs[name]): weight for name, weight in own.items()}
+    trunk = {_renamed(names[name]): weight for name, weight in target_weights.items()}
     shapes = ((1, hidden), (1,), (1, 1, hidden), (1, 1, hidden), (1, hidden, 1))
     empty = {f"blk.{layers}.{name}": torch.zeros(shape) for name, shape in zip(EMPTY, shapes, strict=True)}
     module = {name.replace(BLOCK, f"blk.{layers}.", 1): weight for name, weight in weights.items()}
@@ -87,24 +88,26 @@ def _renamed(name: str) -> str:
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """The weights of the module by the names of its layout; the target's are left.
+    """The weights of the module by its layout's names, without the target's.
 
-    Raises ExportError for a module whose MLP is a mixture.
+    Raises ExportError for a module whose MLP is a mixture of experts.
     """
     header = reading.read_header(path)
     start = f"blk.{header.keys[f'{NAME}.block_count'] - 1}."
-    found = reading.read_tensors(path, [name for name in header.tensors if name.startswith(start)])
+    module = reading.read_tensors(path, [name for name in header.tensors if name.startswith(start)])
     for name in EMPTY:
-        weight = found.pop(start + name, None)
+        weight = module.pop(start + name, None)
         if weight is not None and weight.any():
-            raise ExportError(f"{start}{name} is not zero: the module is a mixture of experts, which is not known here")
-    return {name.replace(start, BLOCK, 1): weight for name, weight in found.items()}
+            raise ExportError(
+                f"{start}{name} is not zero: the module is a mixture of experts, which Outrider does not support"
+            )
+    return {name.replace(start, BLOCK, 1): weight for name, weight in module.items()}
 
 
 def settings(config: Config, target: TransformersTarget) -> dict[str, Any]:
     check(config, target)
     if config.get(KIND) != "mtp":
-        raise ExportError("it is a target with a module of its own; name the target's folder, whose module is native")
+        raise ExportError("it is a target with its own module; load the target's folder and use native: yes")
     sizes = model.sizes_of(config)
     module = f"blk.{config[f'{NAME}.block_count'] - 1}."
     return {
@@ -115,26 +118,29 @@ def settings(config: Config, target: TransformersTarget) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# ── what can't be said ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── what the format can't store ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def target(source: Source) -> str | None:
-    """Why the target can't be written as this architecture."""
+    """The reason if the target can't be written as this architecture."""
     if reason := model.refused(source.target.model, source.target.tokenizer):
         return f"llama.cpp reads it from the target's file, and {reason}"
     if model.is_llama3(_target_sizes(source)):
-        return "llama.cpp's glm4moe, the one that has such a module, does not know llama3's rotation"
+        return "llama.cpp's glm4moe, its only architecture with such a module, does not support llama3's rotation"
     return None
 
 
 def sizes(source: Source) -> str | None:
-    """The file has one value for the target's layers and the module."""
-    own, theirs = source.sizes, _target_sizes(source)
+    """The reason if sizes of module and target differ, since the file has one value for both."""
+    module_sizes, target_sizes = source.sizes, _target_sizes(source)
     for name in ("heads", "kv_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling",
                  "partial_rotary_factor"):  # fmt: skip
-        mine, wanted = getattr(own, name), getattr(theirs, name)
-        if mine != wanted:
-            return f"its {name} is {mine}, its target's {wanted}, and llama.cpp reads one value for both; train with it"
+        value, target_value = getattr(module_sizes, name), getattr(target_sizes, name)
+        if value != target_value:
+            return (
+                f"its {name} is {value}, its target's {target_value}, and llama.cpp has one value for both; train with "
+                "the target's"
+            )
     return None
 
 
@@ -149,4 +155,4 @@ REFUSES: tuple[Answer, ...] = (
 
 
 def whole_target(source: Source) -> str | None:
-    return "model.gguf holds the target too: llama-server -m model.gguf --spec-type draft-mtp, without -md"
+    return "model.gguf contains the target too: llama-server -m model.gguf --spec-type draft-mtp, without -md"

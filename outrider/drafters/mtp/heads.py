@@ -1,7 +1,6 @@
-"""Modules that a target ships to predict one token further each (MTP), as transformers builds them.  (arXiv
-2412.19437.)
+"""MTP modules that a target ships, as transformers builds them.  (arXiv 2412.19437.)
 
-They run step by step with the caller's attention, so that a draft may be longer than there are modules, or a tree.
+They run step by step with the caller's attention, so a draft may have more steps than modules, or be a tree.
 
 B texts, n positions, H hidden size, h heads, d head size, V vocabulary.
 """
@@ -29,43 +28,43 @@ from outrider.targets.progress import no_bars
 from outrider.targets.protocol import Target
 
 ATTENTION = "outrider"
-"""Under this name transformers finds our attention."""
+"""The name of our attention in transformers."""
 Attend = Callable[..., Tensor]
 """(q, k, v, layer, sinks) to the attention's output, as `nn.blocks.Attend`."""
 
 
 Causal = Callable[[Tensor, Sequence[AttentionLimit | None]], Attend]
-"""(positions [1, n], how far each layer attends) to causal attention over a text of these positions."""
+"""(positions [1, n], limits of each layer) to causal attention over a text at these positions."""
 
 
 class NativeModules:
-    """The layers of a transformers MtpModel.  Raises DrafterError where they can't be run here."""
+    """The layers of a transformers MtpModel.  Raises DrafterError if Outrider can't run them."""
 
     def __init__(self, shipped: Any, target: Target, causal: Causal):
         self.target = target
         self.limits = limits_of(shipped.config, len(shipped.layers))
         self.layers: nn.ModuleList = shipped.layers.requires_grad_(True)
         self.shared_post_norm = shipped.shared_post_norm.requires_grad_(True) if shipped.use_shared_post_norm else None
-        # the caller moves the layers, to bf16 too; the frequencies are the target's own and stay as they are
+        # the caller moves the layers, perhaps to bf16; the target's frequencies must keep their dtype
         self._rotary = copy.deepcopy(shipped.rotary_emb)
         self._kinds = shipped.config.layer_types if shipped.has_per_layer_rope else None
         self._prove(shipped, causal)
 
     def step(self, module: int, words: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """A module's output [B, n, H] for words and states [B, n, H] at positions [B or 1, n]."""
+        """A module's output [B, n, H] for words and states, both [B, n, H], at positions [B or 1, n]."""
         cos_sin = None
         if self._rotary is not None:
             kind = {} if self._kinds is None else {"layer_type": self._kinds[module]}
             cos_sin = self._rotary.to(words.device)(words, position_ids=positions, **kind)
-        # no mask, and no cache: what takes that has another name in each version
-        found = self.layers[module](words, states, cos_sin, None, positions, None, attend=attend)
-        return found if self.shared_post_norm is None else self.shared_post_norm(found)
+        # mask and cache are None, by position: their names differ between versions
+        output = self.layers[module](words, states, cos_sin, None, positions, None, attend=attend)
+        return output if self.shared_post_norm is None else self.shared_post_norm(output)
 
     @torch.no_grad()
     def _prove(self, shipped: Any, causal: Causal) -> None:
         """Run the modules with our attention and compare with transformers' own pass.
 
-        Raises DrafterError where they differ: a family may do what is not known here.
+        Raises DrafterError if they differ: a family may do something unusual.
         """
         from transformers import AttentionInterface
         from transformers.cache_utils import MtpCache
@@ -90,62 +89,59 @@ class NativeModules:
                 part.config._attn_implementation = ATTENTION
         attend, states = causal(positions, self.limits), begin
         try:
-            for number, wanted in enumerate(expected):
+            for number, expected_logits in enumerate(expected):
                 states, at = states[:, : length - number - 1], positions[:, number + 1 :]
                 words = target.embed(tokens[:, number + 1 :].to(target.device)).to(states)
                 states = self.step(number, words, states, at, attend)
                 logits = target.head(states.to(target.device)).to(first.device)
-                allowed = 1e-3 if wanted.dtype.itemsize > 2 else 0.05
-                if logits.shape != wanted.shape or _median_difference(logits, wanted) > allowed:
+                allowed = 1e-3 if expected_logits.dtype.itemsize > 2 else 0.05
+                if logits.shape != expected_logits.shape or _median_difference(logits, expected_logits) > allowed:
                     raise self._strange(number, "its logits differ from those of transformers' own pass")
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise self._strange(number, first_line(error)) from error
 
     def _strange(self, number: int, reason: str) -> DrafterError:
         return DrafterError(
-            f"module {number} of {self.target.spec.name} can't be run here: {reason}; set native to no and train "
-            "modules of "
-            "your own"
+            f"module {number} of {self.target.spec.name} can't be run by Outrider: {reason}; set native to no and "
+            "train new modules"
         )
 
 
-def native_modules(target: Target, wanted: bool, causal: Causal) -> NativeModules | None:
-    """The modules of this target with their weights; None where it has none and they are not `wanted`.
+def native_modules(target: Target, is_required: bool, causal: Causal) -> NativeModules | None:
+    """The modules of this target with their weights; None if it has none and they are not required.
 
-    Raises DrafterError where they are wanted and not there, or can't be read.
+    Raises DrafterError if they are required and missing, or can't be read.
     """
     model: Any = getattr(target, "model", None)
     text = None if model is None else model.config.get_text_config(decoder=True)
     count = 0 if text is None else getattr(text, "num_mtp_layers", None) or modules_on_disk(model)
     if not count:
-        if wanted:
+        if is_required:
             raise DrafterError(
                 f"{target.spec.name} ships no modules that transformers knows: its config has no num_mtp_layers "
                 "(num_nextn_predict_layers in many checkpoints) above 0, and its checkpoint no weights mtp.layers; set "
-                "native "
-                "to no and train modules of your own"
+                "native to no and train new modules"
             )
         return None
-    from transformers.modeling_layers import MtpModel  # seconds to import, and needed here alone
+    from transformers.modeling_layers import MtpModel  # takes seconds to import
 
     _teach_names()
-    model.config.dtype = model.dtype  # `save_pretrained` leaves its name there, which transformers can't load with
+    model.config.dtype = model.dtype  # `save_pretrained` leaves a name there, with which transformers can't load
     try:
         with filled_in(text, count), no_bars():
             shipped = MtpModel.from_pretrained(model, device_map={"": model.device})
     except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         looked = ", ".join(model._keys_to_ignore_on_load_unexpected or ["nothing: its class names no such weights"])
         problem = (
-            f"the config of {target.spec.name} speaks of {count} modules, but transformers can't load them from "
+            f"the config of {target.spec.name} names {count} modules, but transformers can't load them from "
             f"{model.config.name_or_path or 'a model without a folder'} (weights looked for: {looked}): "
             f"{first_line(error)}"
         )
-        if wanted:
+        if is_required:
             raise DrafterError(
-                f"{problem}; load the target from its whole checkpoint, or set native to no and train modules of your "
-                "own"
+                f"{problem}; load the target from its whole checkpoint, or set native to no and train new modules"
             ) from error
-        logging.getLogger(__name__).warning("%s; modules of our own begin untrained in their place", problem)
+        logging.getLogger(__name__).warning("%s; untrained modules are used instead", problem)
         return None
     return NativeModules(shipped, target, causal)
 
@@ -169,29 +165,32 @@ def _file(path: str, name: str) -> str | None:
     """A file of a checkpoint, in a folder or the hub's cache."""
     from transformers.utils import cached_file
 
-    found = cached_file(
+    file = cached_file(
         path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
         _raise_exceptions_for_gated_repo=False, local_files_only=True,
     )  # fmt: skip
-    return None if found is None else str(found)
+    return None if file is None else str(file)
 
 
 NAMES = {"final_layernorm": "post_norm", "pre_mlp_layernorm": "post_attention_layernorm"}
-"""Norms as MiMo-V2's checkpoints call them, and as transformers does."""
+"""Names of norms in MiMo-V2's checkpoints to those in transformers."""
 KINDS = {"mimo_v2_flash": ("sliding_attention", "dense")}
-"""Attention and MLP of a family's modules, where they are not full attention and the MLP of the last layer."""
+"""Attention and MLP of a family's modules, if they are not full attention and the MLP of the last layer."""
 
 
 @functools.cache
 def _teach_names() -> None:
-    """Let transformers know the names that it does not."""
+    """Register names that transformers lacks."""
     from transformers.conversion_mapping import (
         get_checkpoint_conversion_mapping,
         register_checkpoint_conversion_mapping,
     )
     from transformers.core_model_loading import WeightRenaming
 
-    more = [WeightRenaming(source_patterns=rf"\.{own}\.", target_patterns=f".{name}.") for own, name in NAMES.items()]
+    more = [
+        WeightRenaming(source_patterns=rf"\.{name}\.", target_patterns=f".{renamed}.")
+        for name, renamed in NAMES.items()
+    ]
     register_checkpoint_conversion_mapping(
         "MtpModel", [*more, *get_checkpoint_conversion_mapping("MtpModel")], overwrite=True
     )
@@ -199,7 +198,7 @@ def _teach_names() -> None:
 
 @contextmanager
 def filled_in(text: Any, count: int) -> Iterator[None]:
-    """While this is open, the config says how many modules there are and of what kind, where it left that out."""
+    """Within this context, fields of the config for the number and kind of modules are filled in if missing."""
     last = (getattr(text, "mlp_layer_types", None) or [None])[-1]
     attends, feeds = KINDS.get(text.model_type, ("full_attention", last))
     added = {"num_mtp_layers": count, "mtp_layer_types": [attends] * count}
@@ -217,15 +216,14 @@ def filled_in(text: Any, count: int) -> Iterator[None]:
 
 
 def limits_of(config: Any, count: int) -> tuple[AttentionLimit | None, ...]:
-    """How far each module of an MtpModel's config attends.  Raises DrafterError for layers that are not plain
-    attention."""
+    """The attention limit of each module of an MtpModel's config.  Raises DrafterError for other kinds of layers."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
     strange = sorted(set(kinds[:count]) - {"full_attention", "sliding_attention"})
     if strange:
         raise DrafterError(
             f"the modules of {config.model_type} have layers of {', '.join(strange)}; only full_attention and "
-            "sliding_attention can be run here; set native to no and train modules of your own"
+            "sliding_attention are supported; set native to no and train new modules"
         )
     return tuple(
         AttentionLimit("window", config.sliding_window) if kind == "sliding_attention" else None
@@ -235,9 +233,9 @@ def limits_of(config: Any, count: int) -> tuple[AttentionLimit | None, ...]:
 
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    attend: Attend, scaling: float | None = None, s_aux: Tensor | None = None, **_given: object,
+    attend: Attend, scaling: float | None = None, s_aux: Tensor | None = None, **_kwargs: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention as transformers' layers call it; keys, masks and positions are those of `attend`."""
+    """Attention with the signature of transformers' layers; `attend` provides keys, masks and positions."""
     usual = query.shape[-1] ** -0.5
     if scaling is not None and not math.isclose(scaling, usual, rel_tol=1e-9):
         query = query * (scaling / usual)
@@ -245,7 +243,7 @@ def attention(
     return attend(query, key, value, layer, s_aux).transpose(1, 2).contiguous(), None
 
 
-def _median_difference(found: Tensor, wanted: Tensor) -> float:
-    """Median over positions of the relative difference: a single position may be routed to another expert."""
-    found, wanted = found.double(), wanted.double()
-    return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-30)).median())
+def _median_difference(logits: Tensor, expected: Tensor) -> float:
+    """Median over positions of the relative difference, since single positions may be routed to another expert."""
+    logits, expected = logits.double(), expected.double()
+    return float(((logits - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)).median())

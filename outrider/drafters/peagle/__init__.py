@@ -1,17 +1,17 @@
 """P-EAGLE: EAGLE-3's pairs with masks after the newest, so that one pass drafts all K tokens.  (arXiv 2602.01469.)
 
-A pair is a position's fused taps and the next token.  Where EAGLE-3 feeds its own state back, depth d >= 1 reads a
-learnt feature and a mask token, at rotary position i + d; it attends to all pairs up to its own, i, and to its own
-masks of smaller or equal depth.  Every depth predicts by itself, so its q is a softmax of its own row.
+A pair is a position's fused taps and the next token.  Where EAGLE-3 feeds back its own state, depth d >= 1 of pair i
+reads a learnt feature and a mask token at rotary position i + d.  It attends to the pairs up to i and to its masks of
+depths up to d.  Every depth predicts independently, so q is the softmax of its own row.
 
-Training drops depths by COD (PARD, An et al. 2504.18583): depth d retains a share ratio^d of the positions, never below
+Training drops depths by COD (PARD, arXiv 2504.18583): depth d retains a share ratio^d of the positions, never below
 `floor`, and only positions that depth d - 1 retains.  A dropped depth is absent from the pass.
 
 Differs from the paper: layers have q and k norms (the qwen3 form of the released checkpoints), the head is the target's
 own, frozen, unless `vocabulary` is given; and a text is not split to fit a device: `anchors` bounds the positions
 instead.
 
-Take it where the drafter's own passes are what costs: it makes one.  In the same minutes it learns less than EAGLE-3.
+Use it if the drafter's own passes are the bottleneck: it makes one.  It learns less than EAGLE-3 in the same time.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class Config(LayerConfig):
     layers: PositiveInt = 4
     """Decoder layers of the draft model; the first reads embedding and feature together."""
     taps: tuple[int, ...] | None = None
-    """Target layers it reads, counted from 0; three, low, middle and high, unless given."""
+    """Target layers it reads, counted from 0; by default three: low, middle and high."""
     vocabulary: PositiveInt | None = None
-    """Number of tokens it can draft, the most frequent ones, by a trained head; all, by the target's head, unless
-    given."""
+    """Number of tokens it can draft, the most frequent ones, by a trained head; by default all, by the target's
+    head."""
     init_from_layers: tuple[NonNegativeInt, ...] | None = None
-    """Target layers, one per draft layer but the first and counted from 0, whose weights training begins with; random
-    unless given."""
+    """Target layers, one per draft layer except the first and counted from 0, whose weights the draft layers start
+    from; random by default."""
     mask_token: MaskToken = None
     ratio: float = Field(0.7, gt=0, le=1)
     """Share of the positions, above 0 to 1, that each depth retains of the one before in training."""
@@ -80,7 +80,7 @@ class Config(LayerConfig):
 
 
 class Model(VocabularyModel, MaskedModule, FusedTaps):
-    """Takes pairs and masks; returns one state per row, and a head's logits of it."""
+    """Takes pairs and masks; returns one state per row."""
 
     def __init__(self, config: Config, target: Target):
         super().__init__(with_mask(config, target), target, resolve_taps(config.taps, target.spec, 3))
@@ -125,13 +125,13 @@ build = Model.build
 
 
 class PEagle(PairDrafter):
-    """Drafts one chain per slot in one pass over the new pairs and the masks; the masks' keys are forgotten."""
+    """Drafts one chain per slot in one pass over the new pairs and the masks, whose keys are dropped."""
 
     def __init__(self, model: Model):
         super().__init__(model, model.config.length, model.config.length + 1)
 
     def allocate(self, cache: Cache) -> FeatureMemory:
-        # besides the text: masks, and as many columns again, since slots bring unequal numbers of new pairs
+        # the text, the masks, and as many columns again, since slots have unequal numbers of new pairs
         return FeatureMemory(cache.slots, cache.length + 2 * self.limit, len(self.model.layers), self.model)
 
     def draft(self, memory: FeatureMemory, state: DecodeState, sizes: Tensor) -> Draft:
@@ -144,8 +144,8 @@ class PEagle(PairDrafter):
     def _pass(
         self, memory: FeatureMemory, rows: Sequence[int], state: DecodeState, masks: int, leave: int = 0
     ) -> Tensor:
-        """Read buffered pairs and `masks` after them.  States [B, 1 + masks, H] of each slot's last pair and the
-        masks."""
+        """Read the unread pairs, except the last `leave`, and `masks` after them.  Returns states [B, 1 + masks, H] of
+        each slot's last pair and masks."""
         cache, (taps, tokens, counts) = memory.kv_cache, memory.features.take_with_tokens(rows, state, leave)
         new, real = taps.shape[1], to_device(counts, taps.device)
         cache.open(rows, new + masks)
@@ -155,8 +155,8 @@ class PEagle(PairDrafter):
         mask = cache.mask(pass_mask(new, masks, real) if masks else None, self.model.dtype)
         states = self.model(taps, tokens, masks, at.clamp(min=0), mask, cache)
         cache.append(counts)
-        own = torch.cat([(real - 1).clamp(min=0)[:, None], order[new:].expand(len(counts), -1)], 1)
-        return states.gather(1, own[..., None].expand(-1, -1, states.shape[-1]))
+        last_rows = torch.cat([(real - 1).clamp(min=0)[:, None], order[new:].expand(len(counts), -1)], 1)
+        return states.gather(1, last_rows[..., None].expand(-1, -1, states.shape[-1]))
 
 
 def pass_mask(new: int, masks: int, counts: Tensor) -> Tensor:
@@ -175,62 +175,54 @@ def pass_mask(new: int, masks: int, counts: Tensor) -> Tensor:
 
 
 class Rows(DetachedRows):
-    """Predictions from the drawn pairs: one row per retained depth; row d of pair i has label token i + 2 + d."""
+    """Predictions from sampled pairs: one row per retained depth; row d of pair i has label token i + 2 + d."""
 
     def __init__(self, model: Model, batch: Batch):
         config, count = model.config, batch.tokens.shape[1] - 1
         anchors = sample_anchors(batch, config.anchors, 2, config.length)
         draw_for = lambda shape: batch.random(torch.rand, *shape[1:])
-        there = conditional_drop(anchors.loss_mask, config.ratio, config.floor, draw_for)
-        rows = drafting_rows(anchors.at, there, count)
+        retained = conditional_drop(anchors.loss_mask, config.ratio, config.floor, draw_for)
+        rows = drafting_rows(anchors.at, retained, count)
         mask = training_mask(pair_mask(batch.documents), rows)[:, None]
         at = batch.positions.gather(1, rows.pair) + rows.depth
         states = model(batch.taps[:, :-1], batch.tokens[:, 1:], at.shape[1] - count, at, mask)
-        b, a, depth = there.nonzero().unbind(-1)
-        labelled = RowLabels.of(
-            batch,
-            b,
-            anchors.labels_at[b, a, depth],
-            torch.ones(len(b), device=b.device),
-            depth,
-            b * anchors.at.shape[1] + a,
-        )
-        super().__init__(model, states[b, rows.of[b, a, depth]], batch.final, labelled)
+        b, a, depth = retained.nonzero().unbind(-1)
+        weight, block = torch.ones(len(b), device=b.device), b * anchors.at.shape[1] + a
+        labels = RowLabels.of(batch, b, anchors.labels_at[b, a, depth], weight, depth, block)
+        super().__init__(model, states[b, rows.of[b, a, depth]], batch.final, labels)
 
 
 def conditional_drop(
-    learnt: Tensor, ratio: float, floor: float, draw_for: Callable[[torch.Size], Tensor] = torch.rand
+    loss_mask: Tensor, ratio: float, floor: float, draw_for: Callable[[torch.Size], Tensor] = torch.rand
 ) -> Tensor:
-    """Which depths of which positions COD retains, [B, A, D] bool; of those whose depth 0 is learnt.  learnt [B, A, D]
-    bool.
+    """The depths that COD retains, [B, A, D] bool, of positions whose depth 0 is in loss_mask [B, A, D].
 
     The positions of a text are put in a random order; the first max(ratio^d, floor) of them retain depth d, so a
-    position that retains a depth retains the one before.
-    draw_for: gives random numbers for a shape [B, A].
+    position that retains a depth retains the one before.  draw_for: random numbers for a shape [B, A].
     """
-    live = learnt[..., 0]
+    live = loss_mask[..., 0]
     chance = draw_for(live.shape).to(live.device).masked_fill(~live, 2.0)
     place = chance.argsort(1).argsort(1)
-    share = (ratio ** torch.arange(learnt.shape[-1], device=live.device)).clamp(min=floor)
+    share = (ratio ** torch.arange(loss_mask.shape[-1], device=live.device)).clamp(min=floor)
     # plus a half: the number retained is rounded, not cut
-    return learnt & (place[..., None] + 0.5 < share * live.sum(1)[:, None, None])
+    return loss_mask & (place[..., None] + 0.5 < share * live.sum(1)[:, None, None])
 
 
 class DraftingRows(NamedTuple):
-    """The rows of a training pass, [B, C + R]: a text's pairs, then the masks after some of them, padded at the end."""
+    """The rows of a training pass, [B, C + R]: a text's pairs, then masks of some of them, then padding."""
 
     pair: Tensor
     depth: Tensor
     """0 for a pair; D, deeper than any mask, for padding."""
     of: Tensor
-    """[B, A, D] the row of each retained depth."""
+    """[B, A, D], the row of each retained depth."""
 
 
-def drafting_rows(at: Tensor, there: Tensor, count: int) -> DraftingRows:
-    """at [B, A] pairs that are drafted from, there [B, A, D] which depths are retained; `pairs` in a text."""
-    depths = there.shape[-1]
-    is_mask = there & (torch.arange(depths, device=at.device) > 0)
-    of = torch.where(is_mask, count - 1 + is_mask.flatten(1).cumsum(1).view(there.shape), at[..., None])
+def drafting_rows(at: Tensor, retained: Tensor, count: int) -> DraftingRows:
+    """The rows for pairs `at` [B, A] with retained depths [B, A, D] bool, in texts of `count` pairs."""
+    depths = retained.shape[-1]
+    is_mask = retained & (torch.arange(depths, device=at.device) > 0)
+    of = torch.where(is_mask, count - 1 + is_mask.flatten(1).cumsum(1).view(retained.shape), at[..., None])
     order = is_mask.flatten(1).long().sort(dim=1, descending=True, stable=True).indices
     order = order[:, : int(is_mask.sum((1, 2)).max())]
     is_real = is_mask.flatten(1).gather(1, order)
@@ -242,8 +234,8 @@ def drafting_rows(at: Tensor, there: Tensor, count: int) -> DraftingRows:
 def training_mask(text_mask: Tensor, rows: DraftingRows) -> Tensor:
     """Attention mask [B, C + R, C + R] bool of a training pass; text_mask [B, C, C] is the pairs' part of it.
 
-    A mask of depth d attends to what its pair does, and to that pair's masks of depths up to d; only padding attends to
-    padding.
+    A mask of depth d attends to the same as its pair, and to that pair's masks of depths up to d; only padding attends
+    to padding.
     """
     count = text_mask.shape[-1]
     to_text = text_mask.gather(1, rows.pair[..., None].expand(-1, -1, count))

@@ -1,4 +1,4 @@
-"""P-EAGLE as speculators has it, for vLLM."""
+"""P-EAGLE in speculators' format, for vLLM."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
             f"its layers have model_type {kind}; Outrider's P-EAGLE has Qwen3 layers, which norm queries and keys: "
             "use a draft with those"
         )
-    more = {"layers": shape["num_hidden_layers"], "mask_token": released.mask(config, "mask_token_id", target)}
-    own = speculators.read_fused(config, target, METHOD, ("norm_before_residual",))
-    return own | more | {"init_from_layers": None}
+    extra = {"layers": shape["num_hidden_layers"], "mask_token": released.mask(config, "mask_token_id", target)}
+    fused = speculators.read_fused(config, target, METHOD, ("norm_before_residual",))
+    return fused | extra | {"init_from_layers": None}
 
 
 NAMES = [*released.FUSED, ("layers.*", "layers.*"), ("mask_hidden", "mask_hidden")]

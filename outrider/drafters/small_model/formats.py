@@ -1,7 +1,7 @@
-"""A small model in the formats of others: transformers, TensorRT-LLM, GGUF.
+"""A small model in the formats of other programs: transformers, TensorRT-LLM, GGUF.
 
-transformers' folder is what `from_pretrained` reads, with the target's tokenizer: for assisted generation there and for
-vLLM's `draft_model`.
+The transformers folder is for `from_pretrained`, with the target's tokenizer: for assisted generation in transformers
+and for `draft_model` in vLLM.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ def tokenizer(source: Source, folder: Path) -> None:
 def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
     if config.get("auto_map"):
         raise ExportError(
-            "auto_map in config.json asks to run code that comes with the model, which Outrider does not do; use a "
-            "model without"
+            "auto_map in config.json would run code that comes with the model, which Outrider does not do; use a "
+            "model without it"
         )
     if config.get("quantization_config"):
-        raise ExportError("config.json has a quantization_config; use the weights from before quantisation")
+        raise ExportError("config.json has a quantization_config; use the unquantised weights")
     # `_attn_implementation` may name a repository of kernels, which transformers would fetch and run
     hidden = [
         key for key in config if key.startswith("_") or key.endswith(("_implementation", "_implementation_internal"))
     ]
     if set(hidden) - {"_name_or_path"}:
         raise ExportError(f"config.json has {hidden[0]}, which would choose code to run; delete it from config.json")
-    found = AutoConfig.for_model(**config)
-    if found.vocab_size != target.spec.vocabulary:
+    lm_config = AutoConfig.for_model(**config)
+    if lm_config.vocab_size != target.spec.vocabulary:
         raise ExportError(
-            f"vocab_size is {found.vocab_size}, but {target.spec.name} has {target.spec.vocabulary} tokens; load the "
-            "target it was trained for"
+            f"vocab_size is {lm_config.vocab_size}, but {target.spec.name} has {target.spec.vocabulary} tokens; load "
+            "the target it was trained for"
         )
     return {"architecture": {key: value for key, value in config.items() if key not in NOT_SHAPE}}
 
@@ -56,7 +56,7 @@ def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
 def is_plain(config: Config, names: Collection[str]) -> bool:
     name = (config.get("architectures") or [""])[0]
     is_causal = name.endswith("ForCausalLM") and not {"dflash_config", "eagle_config"} & config.keys()
-    # EAGLE's heads are released under the same name; fc is what no plain model has
+    # EAGLE's heads are released under the same name; no plain model has fc
     return is_causal and "fc.weight" not in names
 
 

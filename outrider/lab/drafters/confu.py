@@ -16,7 +16,7 @@ embeddings are the same everywhere, without experts chosen by the last state; f 
 so keys of the text are the same for every draft; and there is none behind a prompt, so a text's first step drafts
 nothing.
 
-Take it where more rows in a pass cost nothing; on two cores they cost the most, and no more tokens were accepted than
+Use it where more rows in a pass cost nothing; on two cores they cost the most, and no more tokens were accepted than
 of EAGLE-3's.
 
 B live slots, N drafted nodes, A rollouts of a text, P rows of a probe, H hidden size.

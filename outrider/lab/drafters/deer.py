@@ -18,7 +18,7 @@ begins from scratch, or from layers of the target (`init_from_layers`).  The tex
 stay valid. The masks themselves mark the cut, without a separator.  A block has all its masks in stage II too, as in
 serving: R says which of them are learnt.
 
-Take it where no state of the target can be read, or where a diffusion language model with the target's tokenizer is
+Use it where no state of the target can be read, or where a diffusion language model with the target's tokenizer is
 there already.
 """
 

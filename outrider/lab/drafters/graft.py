@@ -20,7 +20,7 @@ drawn siblings, so they may depend on drafted tokens.
 Differs from the paper: trees, and blocks that one pass gives, are drafted whole before they are cut; the tip, where the
 paper looks up at the anchor alone.
 
-Take it where verifying more nodes costs nothing; on two cores more was accepted, and no text was written sooner.
+Use it where verifying more nodes costs nothing; on two cores more was accepted, and no text was written sooner.
 """
 
 from __future__ import annotations

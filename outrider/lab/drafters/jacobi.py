@@ -10,7 +10,7 @@ window comes from the pool.  Needs no model and no training.
 Differs from both: the window is one chain, without lookahead's second dimension.  Guesses are drawn again in every
 step, also those that were not verified: they decided what q is, and a policy may know what became of them.
 
-Take it where nothing can be trained and there are no texts to look up in: of the kinds that need neither, most was
+Use it where nothing can be trained and there are no texts to look up in: of the kinds that need neither, most was
 accepted of it on the demo target.
 
 B live slots, N drafted nodes, V vocabulary, m rows of the last pass that can still be used.

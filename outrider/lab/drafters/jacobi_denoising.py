@@ -15,7 +15,7 @@ place stays the same, so that texts do not depend on what else is in the batch; 
 positions, hold the model's own guesses, right or wrong, and their noise rises along the window, all as in serving; and
 the rows of text learn the target's own distribution by KL (`ar`).
 
-Take it to go on from it: on text, after a short training, it is slower than the target alone.
+Use it to go on from it: on text, after a short training, it is slower than the target alone.
 
 B live slots, N drafted nodes, W places of the window, m rows that predict, A drawn positions of a text, H hidden size,
 V vocabulary.

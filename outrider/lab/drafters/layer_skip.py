@@ -8,7 +8,7 @@ early, after some layers, with the target's norm and head.  Needs no training.
 
 Differs from LayerSkip: the verifying pass runs whole, and does not continue from the draft's states.
 
-Take it where nothing can be trained, passes are long and layers many; on the demo target, with 16, it does not pay.
+Use it where nothing can be trained, passes are long and layers many; on the demo target, with 16, it does not pay.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -36,7 +36,7 @@ from outrider.lab.sublayer_search import Search
 from outrider.method import Method
 from outrider.nn.drafting.serving import Sampler
 from outrider.targets.protocol import Skip, SkipsLayers, Target
-from outrider.targets.skip import able, every_second, listed, probability, refuse_failing, runs
+from outrider.targets.skip import every_second, listed, probability, refuse_failing, require_skipping, runs
 
 METHOD = Method(
     instead={
@@ -133,7 +133,7 @@ class LayerSkip(Drafter):
 
 
 def build(config: Config, target: Target) -> LayerSkip:
-    skips = able(target)
+    skips = require_skipping(target)
     if config.file is None:
         skip, length, min_confidence = _chosen(config, target, skips.skippable()), LENGTH, MIN_CONFIDENCE
     else:

@@ -9,7 +9,7 @@ Differs from the paper's layer: E is the target's own embedding and passes throu
 does not read embeddings; a norm follows the mean, since the head reads normed states; tables begin at 0, so that an
 n-gram that was never trained adds nothing.
 
-Take it where a drafted token may cost a few lookups and no layer; the one short training that was measured is no faster
+Use it where a drafted token may cost a few lookups and no layer; the one short training that was measured is no faster
 than `ngram`.
 
 B live slots, S tokens, n order, H hidden size, V vocabulary.

@@ -15,7 +15,7 @@ Differs from the paper: blocks stand after drawn positions of a text, not side b
 is masked whole; bytes are filled in by confidence alone; and the rows of text learn the target's own distribution by KL
 (`ar`), where the paper has cross entropy of the text.
 
-Take it where a target of bytes has a global model far wider than its local layers, and may be trained.
+Use it where a target of bytes has a global model far wider than its local layers, and may be trained.
 
 B live slots, A drawn positions of a text, K masks of a block, H hidden size, V vocabulary.
 """

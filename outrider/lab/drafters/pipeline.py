@@ -13,7 +13,7 @@ token.  `lab.pipeline` is the loop of its own, where stages and drafter work sid
 Differs from the paper: rows are pairs, as EAGLE's are, where the paper's hold a token's own states; there is one layer,
 so keys of a row depend on nothing but the row; the head is the target's; there are no trees.
 
-Take it where the target's layers lie on several devices and one text is written at a time.
+Use it where the target's layers lie on several devices and one text is written at a time.
 
 B slots or texts, S tokens, A drawn positions, P = S - 1 pairs, K kinds of feature, T taps, H hidden size.
 """

@@ -19,7 +19,7 @@ blocks are trained from `anchors` positions instead of all; the rank's loss has 
 class weights are scaled to a mean of 1; the head is the target's own, frozen, unless `vocabulary` is given; W begins as
 the identity on h_k; the cost decides how many blocks are drafted, where the paper's bandit decides when to train.
 
-Take it where training may take long: after as many steps more is accepted than of EAGLE-3, and a step takes four times
+Use it where training may take long: after as many steps more is accepted than of EAGLE-3, and a step takes four times
 as long.
 """
 

@@ -9,7 +9,7 @@ the target's own.
 Needs no training and has no weights.  Differs from the paper: sampled too, by the acceptance rule, with the local
 layers' own distribution as q; where the anchor is the last byte of its patch, the draft begins on a stale latent.
 
-Take it where a target of bytes has a global model far wider than its local layers, and nothing can be trained.
+Use it where a target of bytes has a global model far wider than its local layers, and nothing can be trained.
 
 B live slots, V vocabulary.
 """

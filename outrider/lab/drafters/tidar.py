@@ -16,7 +16,7 @@ not behind the whole text in blocks; the rows of text learn the target's own dis
 model stays near it, where the paper has cross entropy of labels; and none stands behind a prompt, so a text's first
 step drafts nothing.
 
-Take it where the target's own weights may be trained for long, and more rows in a pass cost nothing; after a short
+Use it where the target's own weights may be trained for long, and more rows in a pass cost nothing; after a short
 training it is slower than the target alone.
 
 B live slots, N drafted nodes, A drawn positions of a text, K masks of a block, H hidden size.

@@ -1,13 +1,13 @@
-"""Drafters that share one draft: each proposes, and each observes what became of its own nodes.
+"""Drafters that share one draft: each proposes nodes, and each observes what happened to its own.
 
-A part observes a step as if it were alone: its own draft with those of its nodes that were accepted, and the next token
-as the correction.  What others drafted after that it observes as a second step, a chain that was accepted whole.  So it
-may hold caches by its own nodes, and misses no token.  A part with `watches = True` reads any draft and observes the
-step as it was.
+A part observes a step as if it were alone: its own draft with the nodes of it that were accepted, and the next token
+as the correction.  Tokens after that, which others drafted, it observes as a second step: a chain that was accepted
+whole.  So its caches may follow its own nodes, and it misses no token.  A part with `watches = True` observes the step
+as it was, with the draft of all.
 
-Parts must draw independently of each other, or a younger sibling's q is not what it was drawn from once the elder was
-rejected: every part has noise of its own, nested parts too.  In slots with a seed all draw the target's noise; their
-nodes are deterministic to the acceptance rule.
+Parts must draw independently of each other; otherwise the q of a later sibling would be wrong once an earlier one was
+rejected.  So every part has its own noise, nested parts too.  In slots with a seed all parts draw with the target's
+noise, and their nodes count as deterministic in the acceptance rule.
 
 B live slots, N drafted nodes, T taps.
 """
@@ -32,19 +32,19 @@ from outrider.policies.merge import NodeMaps, deterministic, merged
 
 @dataclass(kw_only=True)
 class EnsembleMemory:
-    """Every part's own memory, and what it proposed for the step that is open."""
+    """Every part's own memory, and its draft of the current step."""
 
     parts: list[Any]
     drafts: dict[int, Draft] = field(default_factory=dict)
     node_maps: dict[int, NodeMaps] = field(default_factory=dict)
-    """By part: the index of each of its nodes in the union of all."""
+    """By part and slot: the number of each of its nodes in the union of all."""
 
 
 class Ensemble(Drafter):
-    """Several drafters as one; a subclass decides how their drafts are combined, see `policies.merge`."""
+    """Several drafters as one; a subclass decides how to combine their drafts, see `policies.merge`."""
 
     def __init__(self, drafters: Sequence[Drafter], limit: int):
-        """Raises ConfigError for a drafter with a probe, which belongs to a pass over its own draft alone."""
+        """Raises ConfigError for a drafter with a probe, which needs a pass over its own draft alone."""
         if any(drafter.probe_rows for drafter in drafters):
             raise ConfigError(
                 "this drafter adds rows to the target's pass (a probe), so it can't be a member of mix or graft; "
@@ -67,66 +67,64 @@ class Ensemble(Drafter):
     def admit(
         self, memory: EnsembleMemory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
     ) -> None:
-        for drafter, own in zip(self.drafters, memory.parts, strict=True):
-            drafter.admit(own, rows, state, self._tapped(drafter, scores), lengths)
+        for drafter, part_memory in zip(self.drafters, memory.parts, strict=True):
+            drafter.admit(part_memory, rows, state, self._tapped(drafter, scores), lengths)
 
     def ask(
         self, memory: EnsembleMemory, part: int, state: DecodeState, budget: Tensor, stop: Stop | None = None
     ) -> Draft:
-        """One part's draft, at most budget[b] nodes, ended by `stop`.  budget [B] int64 on the CPU."""
+        """One part's draft, at most budget[b] nodes and ended by `stop`.  budget [B] int64 on the CPU."""
         draft = Draft.empty(len(state.rows), state.device)
         if max(budget.tolist()):
             draft = self.drafters[part].propose(memory.parts[part], _for_part(state, part, stop), budget)
             draft = Draft.checked(draft, len(state.rows)).first(budget)
-            # as in the loop, no decision may use a confidence that knows the token; node numbers are those of this
-            # draft
-            known = draft.confidence if self.drafters[part].confidence_before_draw else None
-            draft = replace(draft, confidence=known, origin=None)
+            # as in the loop, no decision may use a confidence that depends on the token; node numbers are this draft's
+            confidence = draft.confidence if self.drafters[part].confidence_before_draw else None
+            draft = replace(draft, confidence=confidence, origin=None)
         memory.drafts[part] = draft
         return draft
 
     def join(
-        self, memory: EnsembleMemory, part: int, union: Draft, own: Draft, most: Tensor, seeded: Tensor | None
+        self, memory: EnsembleMemory, part: int, union: Draft, part_draft: Draft, most: Tensor, seeded: Tensor | None
     ) -> Draft:
-        """The union of all drafts so far with what a part proposed, or with what its caller left of that; see
-        `merged`."""
-        union, node_maps = merged(union, deterministic(own, seeded), most)
-        if own.origin is not None:
-            number = own.origin.tolist()
-            node_maps = [{number[b][n]: at for n, at in found.items()} for b, found in enumerate(node_maps)]
+        """The union of all drafts so far and of what a part proposed, possibly cut by the caller; see `merged`."""
+        union, node_maps = merged(union, deterministic(part_draft, seeded), most)
+        if part_draft.origin is not None:
+            number = part_draft.origin.tolist()
+            node_maps = [{number[b][n]: at for n, at in node_map.items()} for b, node_map in enumerate(node_maps)]
         memory.node_maps[part] = node_maps
         return union
 
     def tell(
         self, memory: EnsembleMemory, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores
     ) -> list[tuple[list[dict[int, int]], list[list[int]]]]:
-        """Have every part observe the step.  Returns for each part, by slot: its verified nodes as indices in `draft`,
-        and its accepted nodes, from the anchor down.
+        """Have every part observe the step.  Returns for each part, by slot: a map from its verified nodes to those of
+        `draft`, and its accepted nodes from the anchor down.
         """
-        found = []
+        outcomes = []
         verified = _verified(draft)
         for part, drafter in enumerate(self.drafters):
-            own = memory.drafts.pop(part, None) or Draft.empty(len(state.rows), state.device)
+            part_draft = memory.drafts.pop(part, None) or Draft.empty(len(state.rows), state.device)
             joined = memory.node_maps.pop(part, None) or [{} for _ in state.rows]
             node_maps = [
-                {n: at[number] for n, number in ours.items() if number in at}
-                for ours, at in zip(joined, verified, strict=True)
+                {n: index[number] for n, number in node_map.items() if number in index}
+                for node_map, index in zip(joined, verified, strict=True)
             ]
-            paths = [_followed(own, node_maps[b], accepted.paths[b], b) for b in range(len(state.rows))]
-            found.append((node_maps, paths))
-            own_scores = self._tapped(drafter, scores)
+            paths = [_followed(part_draft, node_maps[b], accepted.paths[b], b) for b in range(len(state.rows))]
+            outcomes.append((node_maps, paths))
+            part_scores = self._tapped(drafter, scores)
             if drafter.watches:
-                drafter.observe(memory.parts[part], state, draft, accepted, own_scores)
+                drafter.observe(memory.parts[part], state, draft, accepted, part_scores)
             else:
-                _tell(drafter, memory.parts[part], state, draft, accepted, own_scores, own, node_maps, paths)
-        return found
+                _tell(drafter, memory.parts[part], state, draft, accepted, part_scores, part_draft, node_maps, paths)
+        return outcomes
 
     def free(self, memory: EnsembleMemory, rows: Sequence[int]) -> None:
-        for drafter, own in zip(self.drafters, memory.parts, strict=True):
-            drafter.free(own, rows)
+        for drafter, part_memory in zip(self.drafters, memory.parts, strict=True):
+            drafter.free(part_memory, rows)
 
     def _tapped(self, drafter: Drafter, scores: Scores) -> Scores:
-        """With the taps of one part alone."""
+        """The scores with the taps of this part only."""
         if drafter.taps == self.taps or scores.taps is None:
             return scores
         taps = scores.taps[:, :, [self.taps.index(layer) for layer in drafter.taps]] if drafter.taps else None
@@ -134,7 +132,7 @@ class Ensemble(Drafter):
 
 
 def _for_part(state: DecodeState, part: int, stop: Stop | None) -> DecodeState:
-    """The state for one part, with a stop and noise of its own; slots with a seed keep theirs."""
+    """The state for one part, with its own stop and noise; slots with a seed keep theirs."""
     if state.judge.temperature is None:  # nothing is drawn
         return state if stop is None else state.replaced(stop=stop)
     own_seeds = Streams(state.noise_seeds, torch.zeros_like(state.noise_seeds)).key(part, Purpose.PART)
@@ -146,28 +144,29 @@ def _for_part(state: DecodeState, part: int, stop: Stop | None) -> DecodeState:
 
 
 def _verified(draft: Draft) -> list[dict[int, int]]:
-    """Slot by slot: the number of a node in the union, however it was cut, to its number in what was verified."""
+    """By slot: from a node's number in the union, before any cut, to its number in the verified draft."""
     numbers = [range(size) for size in draft.live] if draft.origin is None else draft.origin.tolist()
-    return [{number: n for n, number in enumerate(own[:size])} for own, size in zip(numbers, draft.live, strict=True)]
+    slots = zip(numbers, draft.live, strict=True)
+    return [{number: n for n, number in enumerate(slot_numbers[:size])} for slot_numbers, size in slots]
 
 
-def _followed(own: Draft, node_maps: dict[int, int], path: Sequence[int], b: int) -> list[int]:
-    """The part's own nodes along the accepted path, as far as they go."""
-    found = [-1]
-    for wanted in path:
-        below = (n for n, index in node_maps.items() if index == wanted and own.tree[b][n] == found[-1])
+def _followed(part_draft: Draft, node_maps: dict[int, int], path: Sequence[int], b: int) -> list[int]:
+    """The part's own nodes along the accepted path, up to the first that it lacks."""
+    nodes = [-1]
+    for target_node in path:
+        below = (n for n, index in node_maps.items() if index == target_node and part_draft.tree[b][n] == nodes[-1])
         node = next(below, None)
         if node is None:
             break
-        found.append(node)
-    return found[1:]
+        nodes.append(node)
+    return nodes[1:]
 
 
 def _tell(
-    drafter: Drafter, memory: Any, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores, own: Draft,
-    node_maps: list[dict[int, int]], paths: list[list[int]],
+    drafter: Drafter, memory: Any, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores,
+    part_draft: Draft, node_maps: list[dict[int, int]], paths: list[list[int]],
 ) -> None:  # fmt: skip
-    """A part's own step, and a second one in the slots where others went on."""
+    """A part observes its own step, and a second one in the slots where other parts' nodes follow."""
     tokens, following, rest = list(state.tokens), list(accepted.next_tokens), {}
     for b, row in enumerate(state.rows):
         others = accepted.paths[b][len(paths[b]) :]
@@ -178,32 +177,30 @@ def _tell(
         if later:
             tokens[row] = tokens[row][:-later]
             rest[b] = others
-    if [len(found) for found in node_maps] != own.live:  # without what was not verified
-        verified = [list(found) for found in node_maps]
-        own, paths = (
-            own.only(verified),
-            [[nodes.index(n) for n in path] for nodes, path in zip(verified, paths, strict=True)],
-        )
-    own_scores = _scored(scores, [[0, *(index + 1 for index in found.values())] for found in node_maps])
+    if [len(node_map) for node_map in node_maps] != part_draft.live:  # drop nodes that were not verified
+        verified = [list(node_map) for node_map in node_maps]
+        part_draft = part_draft.only(verified)
+        paths = [[nodes.index(n) for n in path] for nodes, path in zip(verified, paths, strict=True)]
+    part_scores = _scored(scores, [[0, *(index + 1 for index in node_map.values())] for node_map in node_maps])
     drafter.observe(
-        memory, state.replaced(tokens=tokens), own, Accepted(paths, following, accepted.invalid), own_scores
+        memory, state.replaced(tokens=tokens), part_draft, Accepted(paths, following, accepted.invalid), part_scores
     )
     if rest:
         slots = list(rest)
         ids = [[draft.ids[b][n] for n in rest[b][1:]] for b in slots]
         ended = Accepted(
-            [list(range(len(own))) for own in ids], [accepted.next_tokens[b] for b in slots], [0] * len(slots)
+            [list(range(len(tokens))) for tokens in ids], [accepted.next_tokens[b] for b in slots], [0] * len(slots)
         )
-        own_scores = _scored(scores, [[n + 1 for n in rest[b]] for b in slots], slots)
-        chain = Draft.chain(padded(ids, 0, draft.tokens.device), torch.tensor([len(own) for own in ids]))
-        drafter.observe(memory, state.replaced(rows=[state.rows[b] for b in slots]), chain, ended, own_scores)
+        part_scores = _scored(scores, [[n + 1 for n in rest[b]] for b in slots], slots)
+        chain = Draft.chain(padded(ids, 0, draft.tokens.device), torch.tensor([len(tokens) for tokens in ids]))
+        drafter.observe(memory, state.replaced(rows=[state.rows[b] for b in slots]), chain, ended, part_scores)
 
 
 def _scored(scores: Scores, rows: list[list[int]], slots: list[int] | None = None) -> Scores:
-    """These rows of these slots, all slots unless given; the first ones without a copy."""
+    """These rows of these slots, by default of all; the first ones without a copy."""
     width = max(map(len, rows))
-    if slots is None and all(own == list(range(len(own))) for own in rows):
+    if slots is None and all(row == list(range(len(row))) for row in rows):
         return scores.first(width)
     device = scores.logits.device
-    at, which = padded(rows, 0, device), torch.tensor(slots or range(len(rows)), device=device)[:, None]
-    return Scores(*(None if x is None else x[which, at] for x in scores[:4]))  # type: ignore[arg-type]
+    columns, slot_index = padded(rows, 0, device), torch.tensor(slots or range(len(rows)), device=device)[:, None]
+    return Scores(*(None if x is None else x[slot_index, columns] for x in scores[:4]))  # type: ignore[arg-type]

@@ -1,12 +1,12 @@
 """A lattice: the likeliest candidates of every drafted row, scored in pairs with those of the row before.
 
 One pass gives the candidates of all rows at once; a score for every pair of neighbours says which of them fit together
-(DFlash 2, Inco AI 2026; LiLiCorr, arXiv 2608.20530).  Drafted from it is one path, left to right, or a tree whose
-branches are each conditional on their own parents.  The best whole path is not looked for: what counts is how long a
-beginning is accepted.
+(DFlash 2, Inco AI 2026; LiLiCorr, arXiv 2608.20530).  The draft is one path, chosen left to right, or a tree whose
+branches are conditional on their own parents.  The best whole path is not searched: what counts is the length of the
+accepted beginning.
 
-Differs from the published methods: they walk one path, and their trees, where there are any, are of the rows' own
-probabilities, whatever was drafted before.
+Differs from the published methods: they walk one path, and their trees, if any, use the rows' own probabilities,
+whatever was drafted before.
 
 B slots, K rows of a block, k candidates of a row, N nodes, W nodes of a level, V vocabulary.
 """
@@ -35,7 +35,7 @@ class Candidates(NamedTuple):
     ids: Tensor
     """[..., k] int64."""
     rest: Tensor
-    """[...], logsumexp of the logits of all other tokens; -inf where there are none."""
+    """[...], logsumexp of the logits of all other tokens; -inf if there are none."""
 
     @classmethod
     def of(cls, logits: Tensor, k: int) -> Candidates:
@@ -55,16 +55,17 @@ class Lattice(NamedTuple):
     first: Tensor
     """[B, k], scores of row 0's candidates, after the anchor."""
     pairs: Tensor
-    """[B, K - 1, k, k]: of row t's candidates (third) those of row t + 1 after them (last)."""
+    """[B, K - 1, k, k], scores of row t + 1's candidates (last) after row t's (third)."""
     rest: Tensor
-    """[B, K], as in `Candidates`: what the other tokens count beside a row's candidates."""
+    """[B, K], the weight of all other tokens of a row, as in `Candidates`."""
 
     @property
     def depth(self) -> int:
         return self.ids.shape[1]
 
     def after(self, row: int, parents: Tensor) -> Tensor:
-        """Scores [B, W, k] of a row's candidates after these [B, W] of the row before; before row 0 is the anchor."""
+        """Scores [B, W, k] of a row's candidates after candidates [B, W] of the row before; row 0 follows the
+        anchor."""
         if not row:
             return self.first[:, None].expand(-1, parents.shape[1], -1)
         return self.pairs[:, row - 1].gather(1, parents[..., None].expand(-1, -1, self.ids.shape[2]))
@@ -75,17 +76,16 @@ class Lattice(NamedTuple):
 
 
 def log_shares(scores: Tensor, rest: Tensor) -> Tensor:
-    """log q [..., k] of candidates by their scores, where all other tokens together weigh exp(rest) [...]."""
+    """log q [..., k] of candidates from their scores, if all other tokens together weigh exp(rest) [...]."""
     scores = wide(scores)
     return scores - torch.logaddexp(scores.logsumexp(-1), rest.to(scores))[..., None]
 
 
 def walk(lattice: Lattice, choose: Choose) -> tuple[Tensor, Tensor]:
-    """One path, left to right: the number of each row's candidate [B, K], and the scores that it was chosen by [B, K,
-    k].
+    """One path, left to right: the number [B, K] of each row's candidate, and the scores [B, K, k] it was chosen by.
 
-    A drawn token's q is the distribution of its row's scores: it is conditional on the tokens before it, and 0 outside
-    the candidates.
+    The q of a drawn token is the softmax of its row's scores: conditional on the tokens before it, and 0 outside the
+    candidates.
     """
     chosen, scores = [], []
     at = torch.zeros_like(lattice.ids[:, 0, :1])
@@ -97,14 +97,14 @@ def walk(lattice: Lattice, choose: Choose) -> tuple[Tensor, Tensor]:
 
 
 def likeliest(scores: Tensor, row: int) -> Tensor:
-    """The `Choose` without noise; the first of equals."""
+    """A `Choose` without noise; the first of equals."""
     return scores.argmax(-1)
 
 
 def confidence(scores: Tensor, rest: Tensor) -> Tensor:
-    """[..., K] float32, how likely each row's best candidate is, from the scores of a walk [..., K, k].
+    """[..., K] float32, the probability of each row's best candidate, from the scores of a walk [..., K, k].
 
-    It depends on the tokens before the row alone, so a draft may end by it.
+    It depends only on the tokens before the row, so a draft may end by it.
     """
     return log_shares(scores, rest).amax(-1).exp().float()
 
@@ -115,29 +115,29 @@ def confidence(scores: Tensor, rest: Tensor) -> Tensor:
 def best_first(lattice: Lattice, nodes: int) -> tuple[Tensor, Tensor]:
     """The `nodes` likeliest paths as one tree, in descending order: tokens and parents, [B, N].
 
-    A path's probability is the product of q along it, each node's given its own parent.  A child is never likelier than
-    its parent, and of equals the shallower comes first, so every prefix is a tree, and the best of its size.  The host
-    reads nothing.
+    A path's probability is the product of q along it, each given its parent.  A child is never likelier than its
+    parent, and of equals the shallower comes first, so every prefix is the best tree of its size.  Nothing is copied
+    to the host.
     """
     k = lattice.ids.shape[2]
     at = torch.zeros_like(lattice.ids[:, 0, :1])
-    above, held = torch.zeros_like(at, dtype=wide(lattice.first).dtype), torch.full_like(at, -1)
+    above, node_numbers = torch.zeros_like(at, dtype=wide(lattice.first).dtype), torch.full_like(at, -1)
     levels, begin = [], 0
     for row in range(min(lattice.depth, nodes)):
-        own = log_shares(lattice.after(row, at), lattice.rest[:, row, None])
-        scores, order = _ranked((above[..., None] + own).flatten(1), nodes - row)
+        log_q = log_shares(lattice.after(row, at), lattice.rest[:, row, None])
+        scores, order = _ranked((above[..., None] + log_q).flatten(1), nodes - row)
         parent, at = order // k, order % k
-        levels.append((scores, lattice.tokens(row, at), held.gather(1, parent)))
-        held = torch.arange(begin, begin + order.shape[1], device=order.device).expand_as(order)
+        levels.append((scores, lattice.tokens(row, at), node_numbers.gather(1, parent)))
+        node_numbers = torch.arange(begin, begin + order.shape[1], device=order.device).expand_as(order)
         above, begin = scores, begin + order.shape[1]
     scores, tokens, parents = (torch.cat(level, 1) for level in zip(*levels, strict=True))
     _, order = _ranked(scores, nodes)
-    # where each candidate comes to stand; what does not stay has no children that do
-    place = torch.zeros_like(tokens).scatter_(
+    # new index of each candidate; one that is dropped has no children that stay
+    new_index = torch.zeros_like(tokens).scatter_(
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
     )
     parents = parents.gather(1, order)
-    return tokens.gather(1, order), place.gather(1, parents.clamp(min=0)).where(parents >= 0, -1)
+    return tokens.gather(1, order), new_index.gather(1, parents.clamp(min=0)).where(parents >= 0, -1)
 
 
 def number_of_nodes(nodes: int, depth: int, k: int) -> int:
@@ -156,9 +156,9 @@ def _ranked(scores: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 
 def expand(lattice: Lattice, spread: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Expand]:
-    """What `trees.drawn` asks for: logits [B, V] after the anchor, and after nodes of a tree.
+    """The inputs of `trees.drawn`: logits [B, V] after the anchor, and the `Expand` for nodes of a tree.
 
-    spread: scores [B, W, k] of these candidates [B, W, k] as logits [B, W, V], -inf elsewhere.
+    spread: scores [B, W, k] and ids [B, W, k] to logits [B, W, V], -inf elsewhere.
     """
 
     def logits(row: int, parents: Tensor) -> Tensor:
@@ -167,13 +167,13 @@ def expand(lattice: Lattice, spread: Callable[[Tensor, Tensor], Tensor]) -> tupl
 
     def after(tree: Draft, new: int) -> Tensor:
         tokens = tree.tokens[:, -new:, None]
-        # of a token that is no candidate, which only a node without probability has, the first one's scores
+        # a token outside the candidates, only possible for a node without probability, gets the first one's scores
         return logits(tree.depth, (tokens == lattice.ids[:, tree.depth - 1, None]).long().argmax(-1))
 
     return logits(0, torch.zeros_like(lattice.ids[:, 0, :1]))[:, 0], after
 
 
 def spread(scores: Tensor, ids: Tensor, size: int) -> Tensor:
-    """Scores [..., k] of these tokens [..., k] as logits [..., size], -inf elsewhere."""
+    """Scores [..., k] of tokens `ids` [..., k] as logits [..., size], -inf elsewhere."""
     everywhere = scores.new_full((*scores.shape[:-1], size), -torch.inf)
     return everywhere.scatter(-1, ids, scores)

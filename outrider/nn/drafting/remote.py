@@ -1,4 +1,4 @@
-"""A drafter on another device than its target: its input and its draft are each copied once a step."""
+"""A drafter on another device than its target: its inputs and its draft are each copied once per step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from outrider.decoding.state import DecodeState, Scores
 class RemoteDrafter(Drafter):
     """`drafter`, whose weights are on `device`, for a target on another device.
 
-    Taps, tokens and settings are sent to the drafter, its draft is sent back; logits and hidden states stay with the
-    target.
+    Taps, tokens and settings are copied to the drafter and its draft back; logits and hidden states stay on the
+    target's device.
     """
 
     def __init__(self, drafter: Drafter, device: torch.device):
@@ -28,7 +28,7 @@ class RemoteDrafter(Drafter):
         self.confidence_before_draw, self.probe_rows = drafter.confidence_before_draw, drafter.probe_rows
         self.steps, self.learns = drafter.steps, drafter.learns
         self.model = getattr(drafter, "model", None)
-        """Its draft model, where it has one."""
+        """Its draft model, if it has one."""
 
     def refresh(self) -> None:
         self.drafter.refresh()
@@ -45,13 +45,13 @@ class RemoteDrafter(Drafter):
         return _moved(self.drafter.propose(memory, self._here(state), budget), state.device)
 
     def probe(self, memory: Any, state: DecodeState, draft: Draft) -> Probe | None:
-        found = self.drafter.probe(memory, self._here(state), _moved(draft, self.device))
-        return found and Probe(*(x.to(state.device) for x in (found.embeddings, found.mask, found.depths)))
+        probe = self.drafter.probe(memory, self._here(state), _moved(draft, self.device))
+        return probe and Probe(*(x.to(state.device) for x in (probe.embeddings, probe.mask, probe.depths)))
 
     def observe(self, memory: Any, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
-        # q is [B, N, V], and the drafter made it itself
-        sent = _moved(replace(draft, q=None), self.device)
-        self.drafter.observe(memory, self._here(state), sent, accepted, self._taps_of(scores))
+        # q [B, N, V] is large, and the drafter made it itself
+        local_draft = _moved(replace(draft, q=None), self.device)
+        self.drafter.observe(memory, self._here(state), local_draft, accepted, self._taps_of(scores))
 
     def free(self, memory: Any, rows: Sequence[int]) -> None:
         self.drafter.free(memory, rows)

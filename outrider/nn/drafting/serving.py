@@ -1,4 +1,4 @@
-"""How served drafters draw a draft's tokens.
+"""Drawing a draft's tokens in serving: chains, trees, and which tokens are possible.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -20,10 +20,9 @@ from outrider.targets.skip import probability
 
 
 class Sampler:
-    """Draws a draft's tokens, depth by depth: the likeliest at temperature 0, else from the request's distribution,
-    which is q.
+    """Draws a draft's tokens, depth by depth: the likeliest at temperature 0, else from the request's distribution q.
 
-    Banned tokens have probability 0; which are banned depends on the tokens drawn before.
+    Banned tokens have probability 0; the ban depends on the tokens drawn before.
     """
 
     def __init__(self, state: DecodeState):
@@ -32,11 +31,11 @@ class Sampler:
         self.q: list[Tensor] = []
 
     def next(self, logits: Tensor) -> Tensor:
-        """One token a slot, [B].  logits [B, V] after the last ones."""
+        """One token per slot, [B].  logits [B, V] after the last ones."""
         return self.draw(self.state.judge.masked(logits, self.tokens))
 
     def draw(self, logits: Tensor) -> Tensor:
-        """As `next`, of logits that are masked already."""
+        """As `next`, for logits that are already masked."""
         if self.state.judge.temperature is None:
             self.tokens.append(logits.argmax(-1))
         else:
@@ -46,16 +45,16 @@ class Sampler:
         return self.tokens[-1]
 
     def draft(self, sizes: Tensor, confidence: Tensor | None = None) -> Draft:
-        """The chain of what was drawn.  sizes [B] int64 on the CPU."""
+        """The chain of the drawn tokens.  sizes [B] int64 on the CPU."""
         if not self.tokens:
             return Draft.empty(len(self.state.rows), self.state.device)
         return Draft.chain(torch.stack(self.tokens, 1), sizes, torch.stack(self.q, 1) if self.q else None, confidence)
 
 
 def chain(first: Tensor, read_one: Callable[[Tensor], Tensor], budget: Tensor, state: DecodeState) -> Draft:
-    """Token after token.  first [B, V], logits after the anchor.
+    """Draw a chain token by token.  first [B, V], logits after the anchor.
 
-    read_one reads one drafted token a slot, [B], and returns the logits [B, V] after it; the last token is never read.
+    read_one reads one drafted token per slot, [B], and returns the logits [B, V] after it; the last token is not read.
     """
     sampler, stop, logits = Sampler(state), state.stop, first
     for depth in range(int(budget.max())):
@@ -64,7 +63,7 @@ def chain(first: Tensor, read_one: Callable[[Tensor], Tensor], budget: Tensor, s
                 break
             logits = read_one(sampler.tokens[-1])
         logits = state.judge.masked(logits, sampler.tokens)
-        # known before the token is drawn, so that a draft's end does not depend on it
+        # before the token is drawn, so that the end of a draft does not depend on it
         if stop is not None and not stop.draws(probability(logits)):
             break
         sampler.draw(logits)
@@ -74,19 +73,20 @@ def chain(first: Tensor, read_one: Callable[[Tensor], Tensor], budget: Tensor, s
 def side_by_side(logits: Tensor, budget: Tensor, state: DecodeState) -> Draft:
     """A chain whose tokens are drawn independently.  logits [B, at least budget, V] of every depth.
 
-    No stop ends it: their one pass has been made.
+    `state.stop` is ignored, since the one pass is already done.
     """
     later = iter(logits.unbind(1)[1:])
-    own = state if state.stop is None else state.replaced(stop=None)
-    return chain(logits[:, 0], lambda _drafted: next(later), budget, own)
+    if state.stop is not None:
+        state = state.replaced(stop=None)
+    return chain(logits[:, 0], lambda _drafted: next(later), budget, state)
 
 
 def tree(
     first: Tensor, expand: trees.Expand, budget: Tensor, state: DecodeState, *, width: int, depth: int,
-    parents: Sequence[int],
-    replacement: bool = False,
+    parents: Sequence[int], replacement: bool = False,
 ) -> Draft:  # fmt: skip
-    """The likeliest paths at temperature 0, `parents` with drawn nodes else.  first [B, V], logits after the anchor."""
+    """The likeliest paths at temperature 0, else the shape `parents` with drawn nodes.  first [B, V], logits after the
+    anchor."""
 
     def possible(tree: Draft, new: int) -> Tensor:
         return masked(expand(tree, new), tree, state)
@@ -98,10 +98,10 @@ def tree(
 
 
 class Branching:
-    """A chain, or a tree where the config's width is above 1, of a drafter that reads its own tokens."""
+    """Drafts of a drafter that reads its own tokens: a chain, or a tree if the config's width is above 1."""
 
     def __init__(self, config: Any):
-        """config: its length, width, nodes and replacement."""
+        """config: its `length`, `width`, `nodes` and `replacement` are used."""
         self.config, self.width = config, config.width
         self.parents = trees.shape(self.width, config.length, config.nodes) if self.width > 1 else ()
         self.limit = len(self.parents) or config.length
@@ -122,7 +122,7 @@ class Branching:
 
 
 def allowed(config: Any, target: Target) -> Any:
-    """The config, with width 1 where the target verifies no trees; warns of settings without effect."""
+    """The config, with width 1 if the target verifies no trees.  Warns of settings without effect."""
     if config.width == 1:
         idle = {"nodes": False, "replacement": False}
         warn_idle(config.kind, config, idle, "on a chain; set width above 1 for a tree")
@@ -142,7 +142,7 @@ def masked(logits: Tensor, tree: Draft, state: DecodeState) -> Tensor:
 def possible(draft: Draft, state: DecodeState) -> Draft:
     """The draft up to the first node where every token is banned.
 
-    That is known before the node is drawn, so a slot may end there.
+    The ban does not depend on the node's own token, so a slot may end there.
     """
     if draft.q is None or not state.judge.bans:
         return draft
@@ -151,7 +151,7 @@ def possible(draft: Draft, state: DecodeState) -> Draft:
 
 
 def verifies_trees(target: Target, kind: str, instead: str) -> bool:
-    """Whether the target verifies trees; if not, a warning says what `kind` drafts instead."""
+    """Whether the target verifies trees; if not, warns that `kind` drafts `instead`."""
     if target.spec.mode != "tree":
         message = "%s verifies no trees (its mode is %s): %s drafts %s"
         logging.getLogger(__name__).warning(message, target.spec.name, target.spec.mode, kind, instead)
@@ -159,7 +159,7 @@ def verifies_trees(target: Target, kind: str, instead: str) -> bool:
 
 
 def warn_idle(kind: str, config: object, needs: Mapping[str, object], because: str) -> None:
-    """Warn of settings that were given and have no effect.  needs: from a setting to whether it is used."""
+    """Warn of settings that differ from their default and have no effect.  needs: setting to whether it is used."""
     fields = type(config).model_fields  # type: ignore[attr-defined]
     idle = [name for name, is_used in needs.items() if not is_used and getattr(config, name) != fields[name].default]
     if idle:

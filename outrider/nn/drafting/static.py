@@ -1,4 +1,4 @@
-"""What drafters have in common in a static step: what `memory` stores and `serving` draws, in tensors that stay.
+"""Shared parts of drafters in a static step: the counterparts of `memory` and `serving`, in tensors that stay.
 
 B slots, W columns for unread features, N nodes, V vocabulary.
 """
@@ -19,10 +19,10 @@ from outrider.nn.memory import FeatureDrafter, FeatureMemory
 
 
 class Unread(StaticDrafter):
-    """A drafter that reads the features that the last step brought in its next draft."""
+    """A drafter that reads the features of the last step in its next draft."""
 
     def __init__(self, drafter: FeatureDrafter, memory: FeatureMemory, width: int):
-        """width: most unread features of a slot, besides that of a step which verifies no draft."""
+        """width: most unread features of a slot; one more column is for a step without a draft."""
         self.drafter, self.memory, self.width = drafter, memory, width + 1
         self.features = memory.features.new(self.width)
         """[B, W, ...], right-padded."""
@@ -32,7 +32,7 @@ class Unread(StaticDrafter):
         """[B], how many were read."""
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
-        """Take over these slots' unread features; of a long text without drafts all but the last are read."""
+        """Take over these slots' unread features; of a long text without drafts, all but the last are read first."""
         self.drafter.catch_up(self.memory, rows, state)
         for row in rows:
             self.start[row] = self.memory.features.read[row]
@@ -47,20 +47,22 @@ class Unread(StaticDrafter):
             self.memory.kv_cache.lengths[row] = start
 
     def read_all(self) -> None:
-        """What waited was read."""
+        """Mark all unread features as read."""
         self.start.add_(self.counts)
         self.counts.zero_()
 
     def take(self, committed: Committed, states: Tensor) -> Tensor:
-        """Add those of what was committed.  states [B, n+1, ...] of the verified pass.  Returns [B, W], where among
-        the committed tokens each column comes from, below 0 for one that was there before."""
+        """Add the features of the committed tokens.  states [B, n+1, ...] of the verified pass.
+
+        Returns [B, W], the index of each column's committed token; below 0 for columns from before.
+        """
         order = torch.arange(self.width, device=states.device)
         at = order - self.counts[:, None]
         rows = committed.rows.gather(1, at.clamp(0, committed.rows.shape[1] - 1))
         trailing = [1] * (states.dim() - 2)
-        found = states.gather(1, rows.view(*rows.shape, *trailing).expand(-1, -1, *states.shape[2:]))
+        new = states.gather(1, rows.view(*rows.shape, *trailing).expand(-1, -1, *states.shape[2:]))
         is_new = (at >= 0).view(*at.shape, *trailing)
-        self.features.copy_(torch.where(is_new, found.to(self.features), self.features))
+        self.features.copy_(torch.where(is_new, new.to(self.features), self.features))
         self.counts.add_(committed.counts)
         return at
 
@@ -72,7 +74,7 @@ class Branched(StaticDrafter):
     branching: Branching
 
     def branch(self, branching: Branching, is_greedy: bool) -> None:
-        """Of which trees.  Call it once, when the part is made."""
+        """Set the shape of the trees; called once, by the constructor."""
         self.branching, self.varies, self.depth = branching, is_greedy, branching.config.length
         self.has_q = not is_greedy
         if not is_greedy:
@@ -86,10 +88,10 @@ class Branched(StaticDrafter):
         return trees.number_of_likeliest(self.branching.limit, width=config.width, depth=config.length)
 
     def grown(
-        self, first: Tensor, expand: trees.Expand, slots: StaticSlots, rule: StaticRule, known: Tensor | None = None
+        self, first: Tensor, expand: trees.Expand, slots: StaticSlots, rule: StaticRule, is_ready: Tensor | None = None
     ) -> Proposed:  # fmt: skip
-        """first [B, V], logits after the anchor; known [B] as in `sizes_of`."""
-        config, sizes = self.branching.config, sizes_of(slots, self.nodes, known)
+        """first [B, V], logits after the anchor; is_ready [B] as in `sizes_of`."""
+        config, sizes = self.branching.config, sizes_of(slots, self.nodes, is_ready)
         if self.varies:
             shape = {"width": config.width, "depth": config.length}
             tokens, parents = trees.likeliest(first, expand, self.branching.limit, **shape)

@@ -1,10 +1,11 @@
-"""How a drafter that reads its own tokens drafts a tree: a beam of the likeliest paths, or siblings of a fixed shape.
+"""Trees of drafters that read their own tokens: a beam of the likeliest paths, or drawn siblings of a fixed shape.
 
-Both go down level by level and ask the drafter for one thing: the logits after nodes that it has not read yet
-(`Expand`).  The beam is EAGLE-2's (Li et al. 2406.16858): read the likeliest, then rank all that was offered; its nodes
-are deterministic.  Drawn siblings follow SpecInfer with replacement (Miao et al. 2305.09781) and Sequoia without (Chen
-et al. 2402.12374).  What differs: every prefix of the nodes is the draft of that budget, so a policy may cut
-anywhere.
+Both go down level by level and need one function of the drafter: the logits after nodes that it has not read yet
+(`Expand`).  The beam is EAGLE-2's (arXiv 2406.16858): read the likeliest nodes, then rank all candidates; its nodes are
+deterministic.  Drawn siblings follow SpecInfer (arXiv 2305.09781) with replacement and Sequoia (arXiv 2402.12374)
+without.
+
+Differs from the papers: every prefix of the nodes is the draft of that budget, so a policy may cut anywhere.
 
 B live slots, N drafted nodes, V vocabulary; C candidates, E nodes read, W nodes read in one level.
 """
@@ -28,27 +29,27 @@ Path = tuple[int, ...]
 Expand = Callable[[Draft, int], Tensor]
 """(tree, new) to the logits [B, new, V] after the last `new` nodes of `tree`.
 
-`tree` holds every node read so far in the order of the calls, the new ones at its end and all of one depth, 0 in the
-first call and one more in each.  So keys or hidden states may be stored from call to call and looked up by
-`tree.parents`, or the whole tree read again under `tree.rows()`.  Leaves are never read.
+`tree` holds all nodes read so far in the order of the calls.  The new ones are last and of one depth: 0 in the first
+call, one more in each.  So keys or hidden states may be stored between calls and looked up by `tree.parents`, or the
+whole tree read again under `tree.rows()`.  Leaves are never read.
 """
 
 
 def beam(first: Tensor, expand: Expand, budget: Tensor, *, width: int, depth: int) -> Draft:
-    """The likeliest paths, without any noise.  first [B, V], logits after the anchor; budget [B] int64 on the CPU.
+    """The likeliest paths, without noise.  first [B, V], logits after the anchor; budget [B] int64 on the CPU.
 
-    At every depth the `width` likeliest nodes are read and offer their `width` best tokens each; of all that is offered
-    in `depth` levels the likeliest stay, by the product of q along their path, in descending order.  A child is never
-    likelier than its parent and of equals the shallower comes first, so every prefix is a tree, and the best of its
-    size.
+    At every depth the `width` likeliest nodes are read, and each has its `width` best tokens as candidates.  Of all
+    candidates of `depth` levels the likeliest stay, by the product of q along their path, in descending order.  A
+    child is never likelier than its parent and of equals the shallower comes first, so every prefix is the best tree
+    of its size.
     """
     tokens, parents = likeliest(first, expand, int(budget.max()), width=width, depth=depth)
     return Draft(tokens, parents, budget.clamp(max=tokens.shape[1]))
 
 
 def likeliest(first: Tensor, expand: Expand, most: int, *, width: int, depth: int) -> tuple[Tensor, Tensor]:
-    """The `most` likeliest nodes as in `beam`: tokens and parents, [B, N].  The host reads nothing."""
-    # whatever is deeper or ranks lower has that many ancestors or betters before it, and is cut in any case
+    """The `most` likeliest nodes as in `beam`: tokens and parents, [B, N].  Nothing is copied to the host."""
+    # a node that is deeper or ranks lower has at least `most` likelier nodes before it
     width, depth = min(width, most), min(depth, most)
     scores, tokens = _best(first, width)
     parents = at = torch.full_like(tokens, -1)
@@ -67,7 +68,7 @@ def likeliest(first: Tensor, expand: Expand, most: int, *, width: int, depth: in
         offered.append((scores, tokens, parents))
     scores, tokens, parents = (torch.cat(level, 1) for level in zip(*offered, strict=True))
     _, order = _ranked(scores, most)
-    # new index of each candidate; one that does not stay has no children
+    # new index of each candidate; one that is dropped has no children that stay
     index = torch.zeros_like(tokens).scatter_(
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
     )
@@ -94,7 +95,7 @@ def _ranked(scores: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 
 def _nothing(tokens: Tensor) -> Draft:
-    """A tree without nodes, in as many slots as tokens [B, W] has."""
+    """A tree without nodes in B slots, as of tokens [B, W]."""
     return Draft.grown(tokens[:, :0], tokens[:, :0], torch.zeros(tokens.shape[0], dtype=torch.int64), 0)
 
 
@@ -105,27 +106,27 @@ def _joined(tree: Draft, tokens: Tensor, parents: Tensor) -> Draft:
 
 
 def _columns(values: Tensor, at: Sequence[int]) -> Tensor:
-    """values [B, W, ...] at these places, [B, C, ...]; no index is sent to a device."""
+    """values [B, W, ...] at these indices, [B, C, ...]; no index is copied to a device."""
     return torch.stack([values[:, i] for i in at], 1)
 
 
 def shape(width: int, depth: int, nodes: int) -> tuple[int, ...]:
-    """Parents of the tree to draw: up to `nodes` nodes, `width` children a node, `depth` levels; the most promising
+    """Parents of a tree to draw: up to `nodes` nodes, `width` children per node and `depth` levels, most promising
     first.
 
-    The choice depends on no token.  A node costs 1, and 2 more for every elder sibling: the first child is about as
-    likely to be accepted as its parent, a second child as one two levels further down (as dflash's siblings).
+    The shape depends on no token.  A node costs 1, and 2 more for every earlier sibling: a second child is about as
+    likely to be accepted as a first child two levels deeper (see `block_drafter.sibling_tree`).
     """
-    found: list[int] = []
+    parents: list[int] = []
     queue = [(1, 0, -1, 1)]
-    while queue and len(found) < nodes:
+    while queue and len(parents) < nodes:
         cost, elders, parent, deep = heapq.heappop(queue)
         if elders + 1 < width:
             heapq.heappush(queue, (cost + 2, elders + 1, parent, deep))
         if deep < depth:
-            heapq.heappush(queue, (cost + 1, 0, len(found), deep + 1))
-        found.append(parent)
-    return tuple(found)
+            heapq.heappush(queue, (cost + 1, 0, len(parents), deep + 1))
+        parents.append(parent)
+    return tuple(parents)
 
 
 def sampled(
@@ -134,10 +135,9 @@ def sampled(
 ) -> Draft:  # fmt: skip
     """Draw every node of a fixed tree.  first [B, V], logits after the anchor; budget [B] int64 on the CPU.
 
-    Siblings come from the same q each, or `replacement` False from what their elders left of it; where nothing is left,
-    at temperature 0 above all, a sibling is the likeliest token that no elder took; it is deterministic, and its q is
-    one-hot. Slots with a seed share the target's own noise in every branch, and so draw what the target would, or
-    nearly.
+    Siblings are drawn from the same q; without `replacement`, from the residual of q after the earlier siblings.  If
+    no probability is left, as at temperature 0, a sibling is the likeliest token not yet taken, and its q is one-hot.
+    Slots with a seed use the target's own noise in every branch, so they draw what the target would, or nearly.
     """
     parents = parents[: int(budget.max())]
     tokens, q = drawn(first, expand, parents, state.judge.distribution, state.streams, replacement)
@@ -148,15 +148,16 @@ def drawn(
     first: Tensor, expand: Expand, parents: Sequence[int], distribution: Callable[[Tensor], Tensor], streams: Streams,
     replacement: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Every node as in `sampled`: tokens [B, N] and the q [B, N, V] that each was drawn from.  The host reads nothing.
+    """Every node as in `sampled`: tokens [B, N] and the q [B, N, V] that each was drawn from.  Nothing is copied to the
+    host.
 
-    distribution: what a slot draws from, [B, W, V], by logits [B, W, V].
+    distribution: logits [B, W, V] to the distributions [B, W, V] that slots draw from.
     """
     q: dict[int, Tensor] = {}
 
     def draw(logits: Tensor, depth: int, nodes: list[int], above: list[int]) -> list[Tensor]:
-        tokens, own = _siblings(logits, distribution(logits), above, streams, depth, replacement)
-        q.update(zip(nodes, own, strict=True))
+        tokens, level_q = _siblings(logits, distribution(logits), above, streams, depth, replacement)
+        q.update(zip(nodes, level_q, strict=True))
         return tokens
 
     tokens = _grown(first, expand, parents, draw)
@@ -168,31 +169,31 @@ def _siblings(
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """Children of one level's nodes: tokens [B] and the q [B, V] that each was drawn from.
 
-    logits, whole [B, W, V]: the level's logits and distributions; above [C]: whose child each is, elder siblings first.
+    logits, whole [B, W, V]: the level's logits and distributions; above [C]: the parent of each child, among W.
     """
     ranks = [above[:i].count(parent) for i, parent in enumerate(above)]
     inner = torch.arange(logits.shape[1], device=logits.device)[None]
     taken = [*torch.zeros_like(logits, dtype=torch.bool).unbind(1)]
-    found: dict[int, tuple[Tensor, Tensor]] = {}
+    choices: dict[int, tuple[Tensor, Tensor]] = {}
     for rank in range(1 + max(ranks)):
-        at = [i for i, own in enumerate(ranks) if own == rank]
+        at = [i for i, node_rank in enumerate(ranks) if node_rank == rank]
         parents = [above[i] for i in at]
         q = _columns(whole, parents)
         if rank:
             elders = torch.stack([taken[w] for w in parents], 1)
             q = _left(q, _columns(logits, parents), elders, streams, replacement)
-        # elder and younger are independent draws with replacement, else first and second of one race
+        # siblings are independent draws with replacement, else first and second of one race
         salt = _columns(inner, parents)[0] + rank * logits.shape[1] * replacement
         tokens = streams.draw(q, depth, Purpose.DRAFT, salt)
-        found |= zip(at, zip(tokens.unbind(1), q.unbind(1), strict=True), strict=True)
+        choices |= zip(at, zip(tokens.unbind(1), q.unbind(1), strict=True), strict=True)
         for i, w in zip(at, parents, strict=True):
-            taken[w] = taken[w].scatter(-1, found[i][0][:, None], True)
-    tokens_of, q_of = zip(*(found[i] for i in range(len(above))), strict=True)
+            taken[w] = taken[w].scatter(-1, choices[i][0][:, None], True)
+    tokens_of, q_of = zip(*(choices[i] for i in range(len(above))), strict=True)
     return [*tokens_of], [*q_of]
 
 
 def _left(whole: Tensor, logits: Tensor, taken: Tensor, streams: Streams, replacement: bool) -> Tensor:
-    """The distribution of younger siblings, given that their elders were `taken`: all [B, C, V]."""
+    """The distribution of further siblings after tokens were `taken`: all [B, C, V]."""
     rest = whole.masked_fill(taken, 0.0)
     mass = rest.sum(-1, keepdim=True)
     left = rest / mass.clamp(min=1e-30)
@@ -209,8 +210,8 @@ def _grown(
 ) -> Tensor:  # fmt: skip
     """Tokens [B, N] of a fixed tree, level by level.
 
-    choose: (logits [B, W, V] after the level above's inner nodes, depth, nodes, of which of the W each is the child) to
-    the tokens [B] of each of these nodes.
+    choose: (logits [B, W, V] after the previous level's inner nodes, depth, nodes, the parent of each among W) to the
+    tokens [B] of each of these nodes.
     """
     tokens: dict[int, Tensor] = {}
     numbers = torch.arange(-1, len(parents), device=first.device).expand(first.shape[0], -1)
@@ -220,7 +221,7 @@ def _grown(
         tokens |= zip(nodes, choose(logits, depth, nodes, [inner.index(parents[n]) for n in nodes]), strict=True)
         inner, depth = [n for n in nodes if n in parents], depth + 1
         if inner:
-            above = _columns(numbers, [order.index(parents[n]) for n in inner])  # -1 more, as `numbers` are
+            above = _columns(numbers, [order.index(parents[n]) for n in inner])  # `numbers` starts at -1
             order += inner
             tree = _joined(tree, torch.stack([tokens[n] for n in inner], 1), above)
             logits = expand(tree, len(inner))
@@ -228,10 +229,10 @@ def _grown(
 
 
 class RankTree:
-    """A fixed tree by ranks: every node is a choice of the logits after its parent, and every prefix is a draft.
+    """A fixed tree by ranks: every node has a rank among the logits after its parent, and every prefix is a draft.
 
-    paths: ranks of a node and of those above it, from the anchor down, parents first; (0, 2) is the third choice after
-    the first.
+    paths: for each node the ranks from the anchor down to it, parents first; (0, 2) is the third choice after the
+    first.
     """
 
     def __init__(self, paths: tuple[Path, ...]):
@@ -245,20 +246,21 @@ class RankTree:
 
     @property
     def indices(self) -> Tensor:
-        """[N], where each node is among the `width` likeliest tokens of every depth, one after the other."""
+        """[N], each node's index into the `width` likeliest tokens of all depths, flattened."""
         return self.depths * self.width + self.ranks
 
     def first(self, nodes: int) -> RankTree:
-        """This tree with its first nodes alone."""
+        """The tree of the first nodes."""
         return self if nodes >= len(self.paths) else _cut(self.paths[:nodes])
 
     def choices(self, logits: Tensor) -> Tensor:
-        """[B, N] at once, from logits [B, D, V] of every depth, where they depend on no drafted token."""
-        depths, ranks = (own.to(logits.device, non_blocking=True) for own in (self.depths, self.ranks))
+        """Tokens [B, N] from logits [B, D, V] of every depth, if those do not depend on drafted tokens."""
+        depths = self.depths.to(logits.device, non_blocking=True)
+        ranks = self.ranks.to(logits.device, non_blocking=True)
         return logits.topk(self.width, -1).indices[:, depths, ranks]
 
     def draft(self, tokens: Tensor, budget: Tensor, q: Tensor | None = None) -> Draft:
-        """The draft of these nodes, [B, N]."""
+        """The draft with these tokens, [B, N]."""
         sizes = budget.clamp(max=len(self.paths))
         if self.is_chain:
             return Draft.chain(tokens, sizes, q)
@@ -269,8 +271,8 @@ _cut = functools.lru_cache(256)(RankTree)
 
 
 def ranked(first: Tensor, expand: Expand, tree: RankTree) -> Tensor:
-    """Every node is its rank's choice of the logits after its parent: tokens [B, N], without any noise.  The host reads
-    nothing.  first [B, V], logits after the anchor."""
+    """Tokens [B, N] of a tree by ranks, without noise.  Nothing is copied to the host.  first [B, V], logits after the
+    anchor."""
 
     def best(logits: Tensor, depth: int, nodes: list[int], above: list[int]) -> list[Tensor]:
         ranks = [tree.paths[n][-1] for n in nodes]
@@ -281,18 +283,18 @@ def ranked(first: Tensor, expand: Expand, tree: RankTree) -> Tensor:
 
 
 def path(tree: Draft, new: int) -> list[Tensor]:
-    """Tokens [B, new] of each depth, from the anchor's child down to each of the last nodes, all of one depth."""
+    """Tokens [B, new] of each depth on the paths from the anchor to the last nodes, which are all of one depth."""
     at = torch.arange(tree.tokens.shape[1] - new, tree.tokens.shape[1], device=tree.tokens.device)
     at = at.expand(tree.tokens.shape[0], -1)
-    found: list[Tensor] = []
+    tokens: list[Tensor] = []
     for _ in range(tree.depth):
-        found.insert(0, tree.tokens.gather(1, at))
+        tokens.insert(0, tree.tokens.gather(1, at))
         at = tree.parents.gather(1, at)
-    return found
+    return tokens
 
 
 def paths(tree: Draft, texts: Sequence[list[int]]) -> list[list[int]]:
-    """The nodes that match the beginning of each text, whatever the target accepted."""
+    """The nodes along each text as far as they match it, whatever the target accepted."""
     paths = []
     for tokens, parents, text in zip(tree.ids, tree.tree, texts, strict=True):
         path: list[int] = []
@@ -306,8 +308,8 @@ def paths(tree: Draft, texts: Sequence[list[int]]) -> list[list[int]]:
 def of_lists(
     tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], device: torch.device | str = "cpu"
 ) -> Draft:
-    """Deterministic trees of unequal size, one a slot, in lists."""
-    ids, sizes = padded(tokens, 0, device), torch.tensor([len(own) for own in tokens], dtype=torch.int64)
-    if all(list(own) == list(range(-1, len(own) - 1)) for own in parents):
+    """A draft of deterministic trees from lists, one per slot."""
+    ids, sizes = padded(tokens, 0, device), torch.tensor([len(nodes) for nodes in tokens], dtype=torch.int64)
+    if all(list(nodes) == list(range(-1, len(nodes) - 1)) for nodes in parents):
         return Draft.chain(ids, sizes)
     return Draft(ids, padded(parents, -1, device), sizes)
