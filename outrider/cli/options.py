@@ -68,11 +68,9 @@ class Fields(NamedTuple):
         if kind is bool and default is not False:
             flag += f"/--no-{flag[2:]}"
         shown: Any = True
-        if self.section is not None and default is not False:
+        if isinstance(default, tuple) or (self.section is not None and default is not False):
             shown = ", ".join(map(str, default)) if isinstance(default, tuple) else str(default or "")
             default = None  # not on the command line
-        if get_origin(kind) is list:
-            default = default or None
         text = escape(" ".join((info.description or "").split()))
         annotation: Any = Annotated[
             kind if default is not None else kind | None, typer.Option(flag, help=text, show_default=shown or False)
@@ -81,17 +79,15 @@ class Fields(NamedTuple):
 
     def value(self, parameters: Mapping[str, inspect.Parameter], values: Mapping[str, Any]) -> Any:
         """What the verb gets.  values: by option."""
-        fields = {field: values[parameter.name] for field, parameter in parameters.items()}
-        if self.section is None:
-            fields = {field: value for field, value in fields.items() if value is not None}
-            return configs.build(self.schema, fields) if issubclass(self.schema, BaseModel) else self.schema(**fields)
-        overrides = []
-        for field, value in fields.items():
-            if value != parameters[field].default:
-                if get_origin(self.schema.__pydantic_fields__[field].annotation) is tuple:
-                    value = [part for part in map(str.strip, value.split(",")) if part]
-                overrides.append(f"{self.section}.{field}={configs.to_yaml(value)}")
-        return overrides
+        fields = {}
+        for field, parameter in parameters.items():
+            if (value := values[parameter.name]) != parameter.default:
+                is_tuple = get_origin(self.schema.__pydantic_fields__[field].annotation) is tuple
+                fields[field] = [part for part in map(str.strip, value.split(",")) if part] if is_tuple else value
+        if self.section is not None:
+            return [f"{self.section}.{field}={configs.to_yaml(value)}" for field, value in fields.items()]
+        fields = {**self.defaults, **fields}
+        return configs.build(self.schema, fields) if issubclass(self.schema, BaseModel) else self.schema(**fields)
 
 
 def _option_type(annotation: Any) -> Any:
