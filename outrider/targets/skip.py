@@ -117,7 +117,7 @@ def _answering(shape: Shape, answer: Callable[[Tensor], Tensor]) -> StandIn:
     return forward
 
 
-def learn(target: Any) -> Sublayers:
+def learn_sublayers(target: Any) -> Sublayers:
     """Find the sublayers by watching one pass, and test the model without them.  target: a TransformersTarget.
 
     Raises TargetError if none can be skipped: because of a recurrent state, sublayers that can't be identified, or a
@@ -220,7 +220,7 @@ def _try(target: Any, sublayers: Sublayers) -> None:
 # ── for drafters ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def able(target: Target) -> SkipsLayers:
+def require_skipping(target: Target) -> SkipsLayers:
     """The target, if it can skip layers and verify drafts; else raises DrafterError."""
     if not isinstance(target, SkipsLayers):
         raise DrafterError(
@@ -252,7 +252,7 @@ def refuse_failing(target: Target, skip: Skip) -> None:
     what one of them writes."""
     cache = target.allocate(1, 4)
     try:
-        with able(target).skipping(skip, cache, [0]) as read:
+        with require_skipping(target).skipping(skip, cache, [0]) as read:
             for token in (0, 1):
                 read(torch.tensor([[token % target.spec.vocabulary]], device=target.device))
     except BROKEN as error:

@@ -21,7 +21,7 @@ from outrider import generation
 from outrider.decoding.scheduler import advance
 from outrider.decoding.state import Request
 from outrider.fast.static import step as static
-from outrider.fast.whole.graphs import StepGraphs, again
+from outrider.fast.whole.graphs import StepGraphs, rerunning
 from outrider.fast.whole.steps import WholeSteps
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
@@ -138,7 +138,7 @@ def test_a_captured_step_reads_and_sends_nothing(name, is_sampled, target, promp
     monkeypatch.setattr(StepGraphs, "launch", lambda *given: (events.update(launched=1), launch(*given))[1])
     requests = [Request(prompt, 24, sampling) for prompt in prompts[:2]]
     state = generation.batch(target, 2, ends=frozenset())
-    whole = WholeSteps(target, drafter, 2, 24 + max(map(len, prompts)), frozenset(), recorder=again)
+    whole = WholeSteps(target, drafter, 2, 24 + max(map(len, prompts)), frozenset(), recorder=rerunning)
     for _ in advance(target, requests, drafter, Fixed(drafter.limit), state, fast=lambda _length: whole):
         pass
     assert not lines.lines, f"a step reads or sends at {dict(lines.lines)}"

@@ -207,7 +207,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(runner, "is_compiled", lambda target: True)
     monkeypatch.setattr(runner, "is_on_disk", lambda: True)
     monkeypatch.setattr(runner, "_pays", lambda target, drafter: True)
-    made = functools.partial(WholeSteps, recorder=step_graphs.again)
+    made = functools.partial(WholeSteps, recorder=step_graphs.rerunning)
     monkeypatch.setattr(runner, "WholeSteps", made)
     return launched
 
@@ -310,7 +310,7 @@ def test_what_is_drafted_does_not_depend_on_the_runner(kind, samplings, way, sma
     moody = Fixed(drafter.limit) if way == "graphs alone" else Moody(drafter.limit)
     for policy, is_whole in ((Fixed(drafter.limit), False), (moody, True)):
         drafted.clear()
-        recorder = None if way == "package" else step_graphs.again
+        recorder = None if way == "package" else step_graphs.rerunning
         runner = WholeSteps if way == "graphs alone" else Seldom
         whole = runner(small, drafter, 3, longest, ENDS, recorder=recorder) if is_whole else None
         state = DecodeState(3, small.spec.context, ENDS, small.device, Stops())

@@ -74,7 +74,7 @@ class Tempered:
         return walk_top1(draft, p.shape[-1], choose, draft.depth)
 
 
-class Cut(Tempered):
+class Truncated(Tempered):
     """As `Tempered`, truncated by top-k, top-p and min-p."""
 
     def __init__(self, rank: int, has_top_p: bool):
@@ -128,7 +128,7 @@ class Kind(NamedTuple):
     has_seeded: bool
     """Whether any request may draft with the target's noise."""
     rank: int = 0
-    """As in `Cut`."""
+    """As in `Truncated`."""
     has_top_p: bool = False
     has_min_p: bool = False
 
@@ -150,7 +150,7 @@ class Kind(NamedTuple):
         """kernels: the device's, which draw and accept if possible."""
         if self.is_greedy:
             return Greedy(kernels)
-        return Cut(self.rank, self.has_top_p) if self.cuts else Tempered(kernels)
+        return Truncated(self.rank, self.has_top_p) if self.cuts else Tempered(kernels)
 
     @property
     def cuts(self) -> bool:

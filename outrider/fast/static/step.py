@@ -25,7 +25,7 @@ from outrider.decoding.noise import Streams
 from outrider.decoding.state import DecodeState, Scores
 
 
-class Stays:
+class StaticPart:
     """A part of the step, whose tensors are written in place and have a row for every slot."""
 
     @property
@@ -40,7 +40,7 @@ class Stays:
 
 
 @dataclass
-class StaticSlots(Stays):
+class StaticSlots(StaticPart):
     """The state of every slot."""
 
     anchor: Tensor
@@ -121,7 +121,7 @@ class Proposed(NamedTuple):
     """[B, N], of a tree that varies."""
 
 
-class StaticDraft(Stays):
+class StaticDraft(StaticPart):
     """The pending draft of every slot."""
 
     def __init__(self, slots: int, drafter: StaticDrafter, vocabulary: int, device: torch.device, dtype: torch.dtype):
@@ -133,7 +133,7 @@ class StaticDraft(Stays):
         """[B], how many nodes are verified: those that the drafter proposes, or fewer if the host says so."""
         self.confidence = torch.zeros(slots, drafter.nodes if drafter.has_confidence else 0, device=device)
         """[B, N] float32, or [B, 0]."""
-        self.parents = above(drafter.parents, slots, device)
+        self.parents = parents_tensor(drafter.parents, slots, device)
         """[B, N], or [B, 0]."""
         if drafter.varies:
             self.parents = torch.full_like(self.tokens, -1)
@@ -162,7 +162,7 @@ class StaticDraft(Stays):
             self.confidence.copy_(proposed.confidence)
 
 
-class StaticDrafter(Stays):
+class StaticDrafter(StaticPart):
     """A drafter's part of the step; what `Drafter.static` returns.  This one drafts nothing."""
 
     parents: Sequence[int] = ()
@@ -228,7 +228,7 @@ class StaticStep(NamedTuple):
     slots: StaticSlots
     draft: StaticDraft
     target: Any
-    """A `StaticTarget` and `Stays`."""
+    """A `StaticTarget` and `StaticPart`."""
     drafter: StaticDrafter
     rule: StaticRule
     ends: Tensor
@@ -376,7 +376,7 @@ def sizes_of(slots: StaticSlots, nodes: int, is_ready: Tensor | None = None) -> 
     return sizes if is_ready is None else sizes * is_ready
 
 
-def above(parents: Sequence[int], slots: int, device: torch.device) -> Tensor:
+def parents_tensor(parents: Sequence[int], slots: int, device: torch.device) -> Tensor:
     """These parents in every slot, [B, N]."""
     return torch.tensor(parents, dtype=torch.int64, device=device).expand(slots, -1).contiguous()
 

@@ -20,7 +20,7 @@ from outrider.decoding.state import Scores, likeliest
 from outrider.fast import NotCompiled
 from outrider.fast.gpu.cuda_graphs import CudaGraphs
 from outrider.fast.passes.compiled import CompiledStep, TracedPass, numbers
-from outrider.fast.static.step import StaticSlots, Stays, above
+from outrider.fast.static.step import StaticPart, StaticSlots, parents_tensor
 from outrider.targets.cache.attention_mask import PassLayout, TracedCache
 from outrider.targets.cache.slots import SlotCache
 
@@ -53,7 +53,7 @@ class StaticCache:
         return TracedCache(self.layers, self.buffers, layout)
 
 
-class StaticPass(Stays):
+class StaticPass(StaticPart):
     """Verifies one tree in every step, or trees that differ."""
 
     def __init__(
@@ -71,7 +71,7 @@ class StaticPass(Stays):
         slots, nodes, device = cache.slots, len(parents), target.device
         rows = torch.zeros(slots, nodes, dtype=torch.int64, device=device)
         sizes = torch.full((slots,), nodes)
-        self.mask, self.depths = _with_one_more(*Draft(rows, above(parents, slots, device), sizes).rows())
+        self.mask, self.depths = _with_one_more(*Draft(rows, parents_tensor(parents, slots, device), sizes).rows())
 
     def verify(self, slots: StaticSlots, draft: Draft, nodes: int) -> Scores:
         # one more row than any pass has, so that a dynamic number of nodes can be all of them
@@ -125,7 +125,7 @@ def traced(target: Any, cache: SlotCache) -> nn.Module:
     return step.graph.traced if isinstance(step.graph, CudaGraphs) else TracedPass(target, cache.layers)
 
 
-def made(target: Any, cache: SlotCache) -> SlotCache:
+def with_buffers(target: Any, cache: SlotCache) -> SlotCache:
     """The cache with the buffers of all layers, created by a pass.  Raises NoStatic for a family's own cache."""
     if not isinstance(cache, SlotCache):
         raise NoStatic(f"{target.spec.name} has its own kind of cache")

@@ -21,7 +21,7 @@ WIDTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 """Captured numbers of verified nodes, besides a whole draft."""
 
 
-def again(function: Callable[[], Outputs]) -> tuple[Callable[[], object], Outputs]:
+def rerunning(function: Callable[[], Outputs]) -> tuple[Callable[[], object], Outputs]:
     """The recorder for devices without graphs: runs the function again into the same outputs."""
     outputs = function()
 

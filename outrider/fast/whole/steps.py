@@ -25,8 +25,8 @@ from outrider.fast.gpu import cuda_graphs
 from outrider.fast.gpu.cuda_graphs import CudaGraphs, Recorder
 from outrider.fast.static.rules import RANKS, Kind
 from outrider.fast.static.step import PendingDraft, SlotResult, StaticDraft, StaticDrafter, StaticSlots, StaticStep
-from outrider.fast.static.target import StaticPass, made
-from outrider.fast.whole.graphs import StepGraphs, again
+from outrider.fast.static.target import StaticPass, with_buffers
+from outrider.fast.whole.graphs import StepGraphs, rerunning
 from outrider.fast.whole.package import LENGTH, SLOTS, CompiledWholeStep, StepPackage
 from outrider.kernels import prepacked
 from outrider.kernels.contents import Contents
@@ -50,7 +50,7 @@ class WholeSteps:
         self.target, self.drafter, self.length, self.builds = target, drafter, length, builds
         self.recorder = recorder or (cuda_graphs.cuda_graph if target.device.type == "cuda" else None)
         self.kernels = kernels if target.device.type == "cuda" else None
-        self.cache = made(target, target.allocate(slots, length + draft_columns(drafter)))
+        self.cache = with_buffers(target, target.allocate(slots, length + draft_columns(drafter)))
         drafter.refresh()
         self.memory: Any = drafter.allocate(self.cache)
         self.slots = StaticSlots.empty(slots, target.device)
@@ -161,7 +161,7 @@ class WholeSteps:
         key = kind, drafter.nodes, drafter.varies, tuple(drafter.parents)
         if key not in packages:
             # traced with few slots, in a separate batch
-            few = WholeSteps(self.target, self.drafter, SLOTS, LENGTH, frozenset({0, 1}), recorder=again)
+            few = WholeSteps(self.target, self.drafter, SLOTS, LENGTH, frozenset({0, 1}), recorder=rerunning)
             packages[key] = CompiledWholeStep(few._made(kind).parts, kind)
         try:
             packages[key].get(build=self.builds)

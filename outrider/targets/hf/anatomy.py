@@ -114,7 +114,7 @@ def _reads_text(model: PreTrainedModel, layer: nn.Module) -> bool:
 
 
 @torch.inference_mode()
-def what_ends_do(target: Any, text: list[int]) -> tuple[float, Callable[[Tensor], Tensor], Tensor]:
+def measure_ends(target: Any, text: list[int]) -> tuple[float, Callable[[Tensor], Tensor], Tensor]:
     """The factor on embeddings before the first layer, the transform of the output layer's values, and the logits [S,
     V].  target: a TransformersTarget whose parts are known."""
     tokens = torch.tensor([text], device=target.device)

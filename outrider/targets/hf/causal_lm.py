@@ -112,7 +112,7 @@ def architecture_of(lm: Any) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def learn(lm: Any, name: str) -> tuple[Callable[[Tensor], Tensor], bool]:
+def learn_passes(lm: Any, name: str) -> tuple[Callable[[Tensor], Tensor], bool]:
     """The transform of the output layer's values, and whether texts packed in one row are read independently."""
     tokens, head = torch.arange(12)[None] % lm.config.get_text_config().vocab_size, lm.get_output_embeddings()
     alone = torch.cat([states(lm, part) for part in tokens.split((7, 5), 1)], 1)

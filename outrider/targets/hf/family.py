@@ -93,7 +93,7 @@ class Family:
         return arguments
 
 
-def learn(
+def learn_family(
     model: PreTrainedModel, masks: Masks | None = None, one_by_one: bool = False, past: str | None = None
 ) -> Family:
     """Inspect the model, and test its masks on a token.  Modules with a recurrent state are wrapped to pass in steps.

@@ -37,11 +37,11 @@ from outrider.targets.hf.anatomy import (
     copied,
     decoder_layers,
     final_norm,
+    measure_ends,
     output_layer,
     trunk,
-    what_ends_do,
 )
-from outrider.targets.hf.family import learn, media_tokens
+from outrider.targets.hf.family import learn_family, media_tokens
 from outrider.targets.hf.passes import Passes, passed
 from outrider.targets.hf.proof.capabilities import capabilities_of, selftest_of
 from outrider.targets.hf.proof.selftest import plain_words, refusal, refusing
@@ -49,8 +49,7 @@ from outrider.targets.hf.rotary import reading_prompt, verify_by_length
 from outrider.targets.identity import hash_weights, spec_of
 from outrider.targets.parallel import spread
 from outrider.targets.protocol import Skip
-from outrider.targets.skip import Sublayers
-from outrider.targets.skip import learn as learn_sublayers
+from outrider.targets.skip import Sublayers, learn_sublayers
 from outrider.targets.text.detokenizer import detokenizer
 from outrider.targets.text.generation import ends_of, greedy_sampling
 from outrider.targets.text.prompts import ids_of
@@ -94,9 +93,9 @@ class TransformersTarget(Passes):
         capabilities = capabilities_of(model, functools.partial(TransformersTarget, tested=False)) if tested else None
         with refusing(model):
             if capabilities is None:
-                self.family = learn(model)
+                self.family = learn_family(model)
             else:
-                self.family = learn(model, capabilities.masks, capabilities.one_by_one, capabilities.past)
+                self.family = learn_family(model, capabilities.masks, capabilities.one_by_one, capabilities.past)
         self._trunk = trunk(model)
         self.spec = replace(
             spec_of(model, tokenizer, name, revision, weights_hash),
@@ -109,7 +108,7 @@ class TransformersTarget(Passes):
         self.step: Any = FASTER.find("compiled").step(self)
         with refusing(model):
             [text] = plain_words(self, 1, 8)
-            self._scale, self._finish, logits = what_ends_do(self, text)
+            self._scale, self._finish, logits = measure_ends(self, text)
         if tested:
             self.selftest = selftest_of(self, capabilities, text, logits)
             self.spec = replace(self.spec, mode=self.selftest.mode)

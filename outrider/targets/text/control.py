@@ -38,23 +38,23 @@ def chat_tokens(
     tokenizer.json would have to read one as text, else what the template raises.
     """
     settings = {"add_generation_prompt": add_generation_prompt, **(variables or {})}
-    aside = Aside(tokenizer)
+    placeholders = Placeholders(tokenizer)
     if not parse_special:
-        messages = [aside.message(message) for message in messages]
-        tools, settings = [aside.plain(tool) for tool in tools], aside.plain(settings, is_own=True)
+        messages = [placeholders.message(message) for message in messages]
+        tools, settings = [placeholders.plain(tool) for tool in tools], placeholders.plain(settings, is_own=True)
     options = settings | ({"tools": list(tools)} if tools else {})
-    is_plain = not aside.spelled
+    is_plain = not placeholders.spelled
     rendered: Any = tokenizer.apply_chat_template(list(messages), tokenize=is_plain, return_dict=False, **options)
-    return list(rendered) if is_plain else list(aside.encoded(rendered).ids)
+    return list(rendered) if is_plain else list(placeholders.encoded(rendered).ids)
 
 
 def text_tokens(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
     """Token ids of a text; control tokens spelled in it are text.  Raises DataError as `chat_tokens`."""
-    aside = Aside(tokenizer)
-    hidden = aside.plain(text)
-    if not aside.spelled:
+    placeholders = Placeholders(tokenizer)
+    hidden = placeholders.plain(text)
+    if not placeholders.spelled:
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
-    return list(aside.encoded(hidden, add_special_tokens=add_special_tokens).ids)
+    return list(placeholders.encoded(hidden, add_special_tokens=add_special_tokens).ids)
 
 
 class Encoded:
@@ -64,7 +64,7 @@ class Encoded:
         self.ids, self.offsets, self.spans = ids, offsets, spans
 
 
-class Aside:
+class Placeholders:
     """Control tokens spelled in messages, replaced by placeholders until the messages are rendered."""
 
     def __init__(self, tokenizer: Any):
@@ -106,16 +106,17 @@ def chat_with_answers(
     variables: Mapping[str, Any],
 ) -> Encoded:  # fmt: skip
     """A whole chat by a template that marks what the assistant generates, with these spans; else as `chat_tokens`."""
-    aside = Aside(tokenizer)
-    hidden, tools = [aside.message(message) for message in messages], [aside.plain(tool) for tool in tools]
-    options = ({"tools": tools} if tools else {}) | aside.plain(variables, is_own=True)
+    placeholders = Placeholders(tokenizer)
+    hidden = [placeholders.message(message) for message in messages]
+    tools = [placeholders.plain(tool) for tool in tools]
+    options = ({"tools": tools} if tools else {}) | placeholders.plain(variables, is_own=True)
     draw: Any = render_jinja_template  # its annotation says that it returns one text
     texts, marks = draw(
         conversations=[hidden], chat_template=tokenizer.chat_template, return_assistant_tokens_mask=True,
         **(tokenizer.special_tokens_map | options),
     )  # fmt: skip
-    if aside.spelled:
-        return aside.encoded(texts[0], marks[0])
+    if placeholders.spelled:
+        return placeholders.encoded(texts[0], marks[0])
     made = tokenizer(texts[0], add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
     return Encoded(made["input_ids"], made["offset_mapping"], list(marks[0]))
 

@@ -21,7 +21,7 @@ from outrider.decoding.draft import Draft
 from outrider.errors import DataError
 from outrider.generation import generate
 from outrider.targets.protocol import Skip, SkipsLayers, Target
-from outrider.targets.skip import able, every_second, probability
+from outrider.targets.skip import every_second, probability, require_skipping
 
 WHICH = ("attention", "mlp")
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
@@ -77,7 +77,7 @@ def search(
     tokens.  The same seed and equal seconds give the same sets.  `say` is called after each.  Raises DrafterError where
     the target can't skip, DataError where the texts end before one draft.
     """
-    possible, noise = able(target).skippable(), torch.Generator().manual_seed(seed)
+    possible, noise = require_skipping(target).skippable(), torch.Generator().manual_seed(seed)
     clock = _Clock(target, _Texts(target, prompts, tokens, length))
     space = [(which, layer) for which in WHICH for layer in sorted(getattr(possible, which))]
     tried: dict[Skip, Found] = {}
@@ -153,7 +153,7 @@ class _Clock:
     """Seconds of a step with 0, 1, … drafted tokens, and of a drafting pass by what it leaves out."""
 
     def __init__(self, target: Target, texts: _Texts):
-        self.target, self.texts, self.skips = target, texts, able(target)
+        self.target, self.texts, self.skips = target, texts, require_skipping(target)
         possible = self.skips.skippable()
         self.whole = _draft_s(self.skips, texts, Skip())
         self.saved = {}
