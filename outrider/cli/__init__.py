@@ -14,7 +14,7 @@ from outrider.cli import console
 from outrider.errors import ConfigError, OutriderError
 
 HIDDEN = ""
-"""Heading of verbs that the help omits, since other verbs run them."""
+"""Heading of verbs that the help omits: experimental ones, and those that other verbs run."""
 VERBS = {
     "From plan to production": {
         "plan": ("plan", "Predict whether speculation pays, and with which method"),
@@ -74,7 +74,7 @@ GROUPS = {
         "log": ("learning", "Show training runs, updates and rollbacks"),
         "undo": ("learning", "Go back to an earlier version of the drafter"),
     }),
-    "lab": ("Drafters and data", "Fit settings of experimental methods", {
+    "lab": (HIDDEN, "Fit settings of experimental methods", {
         "layers": ("lab", "Search for layers to skip while drafting"),
         "cues": ("lab", "Rank words after which a small model can write alone"),
     }),
@@ -135,13 +135,15 @@ def _with_model(command: Any) -> Any:
 
 app = Verbs(
     "outrider", VERBS,
-    help="Speculative decoding with exact output.  `COMMAND -h` lists options; `--version`.",
+    help="Speculative decoding with exact output.  Options: `COMMAND -h`; `--version`.",
     context_settings={"help_option_names": ["-h", "--help"]}, params=list(get_install_completion_arguments()),
 )  # fmt: skip
 for option in app.params:  # for the shell's completion; hidden, so that all of the help fits one screen
     option.hidden = True  # type: ignore[attr-defined]
 for group, (heading, line, verbs) in GROUPS.items():
-    app.add_command(Verbs(group, {"Commands": verbs}, prefix=f"{group}_", help=line, rich_help_panel=heading))
+    hidden = heading == HIDDEN
+    commands = {"Commands": verbs}
+    app.add_command(Verbs(group, commands, prefix=f"{group}_", help=line, rich_help_panel=heading, hidden=hidden))
 
 
 def main() -> None:
