@@ -37,7 +37,7 @@ def acceptance_kernels(device: torch.device) -> AcceptanceKernels | None:
     kernels: AcceptanceKernels = cpu_acceptance
     try:
         if device.type == "cuda":
-            from outrider.kernels import gpu_acceptance  # Triton comes with torch for GPUs alone
+            from outrider.kernels import gpu_acceptance  # Triton is only part of torch for GPUs
 
             kernels = gpu_acceptance
         wrong = difference(kernels, device)

@@ -71,12 +71,9 @@ class Sketch:
 
 
 def sketch(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Sketch:
-    """A target's sketch: `demo`, `smollm2`, a folder that may hold a config.json alone, a GGUF file, or a Hugging Face
-    id.
+    """The sketch of `demo`, `smollm2`, a folder with at least a config.json, a GGUF file, or a Hugging Face id.
 
-    No weights are read.
-
-    Raises TargetError where its config can't be reached or read.
+    Reads no weights.  Raises TargetError if its config can't be read.
     """
     if (special_target := special(name)) is not None:
         sort, described = special_target
@@ -92,7 +89,7 @@ def sketch(name: str, revision: str | None = None, trust_remote_code: bool = Fal
         config = AutoConfig.from_pretrained(path, **options)
         tokenizer, _ = load_tokenizer(path, **options)
         return of_config(config, name, revision, tokenizer)
-    except Exception as error:  # a config is others' work, and families check it as they like
+    except Exception as error:  # every family checks its config in its own way
         raise unreadable(name, error) from error
 
 

@@ -183,7 +183,7 @@ class CompiledStep(Compiled):
         """Passes by our kernels, if they support the model and agree with its own modules."""
         name = self.target.spec.name
         try:
-            from outrider.fast.gpu.kernel_pass import GpuPass  # Triton comes with torch for GPUs alone
+            from outrider.fast.gpu.kernel_pass import GpuPass  # Triton is only part of torch for GPUs
 
             graph = CudaGraphs(GpuPass(self.target, written))
             differs = max(_share(plain, fast) for plain, fast in self._both(graph))

@@ -1,1 +1,1 @@
-"""The step of `decoding.loop` as tensors that stay where they are, and the parts of it."""
+"""The step of `decoding.loop` on fixed tensors, and its parts."""

@@ -95,7 +95,7 @@ class StaticPass(StaticPart):
         return Scores(logits, hidden, tapped if self.taps else None, choice)
 
     def keep(self, slots: StaticSlots, walked: AcceptedTensors) -> None:
-        if self.is_chain:  # what was accepted lies where it stays
+        if self.is_chain:  # accepted nodes are already in place
             return
         order = torch.arange(walked.path.shape[1], device=walked.path.device)
         is_on_path = (order < walked.counts[:, None]) & slots.live[:, None]

@@ -13,7 +13,7 @@ SUFFIX = ".gguf"
 SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 MOST_PARTS = 1000
 BESIDE = ("mmproj", "imatrix")
-"""Prefixes of other files beside a model: image projectors and importance matrices."""
+"""Name prefixes of image projectors and importance matrices, which are stored beside a model."""
 
 
 def locate(name: str, revision: str | None = None) -> tuple[Path, ...] | None:

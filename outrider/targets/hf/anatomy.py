@@ -139,7 +139,7 @@ def measure_ends(target: Any, text: list[int]) -> tuple[float, Callable[[Tensor]
             "%s changes its logits after the output layer in an unknown way: drafters that use the target's head guess "
             "worse; the output is still the target's", target.spec.name,
         )  # fmt: skip
-    scale = _ratio(target._embedding(tokens), words[0])  # None where they differ by more than a factor
+    scale = _ratio(target._embedding(tokens), words[0])  # None if they differ by more than a factor
     return 1.0 if scale is None else scale, finish or (lambda values: values), logits[0]
 
 

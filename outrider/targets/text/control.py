@@ -194,7 +194,7 @@ def _renamed(state: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
 
 def _replaced(pattern: re.Pattern[str], by: Any, text: str, spans: Iterable[Span]) -> tuple[str, list[Span]]:
     """The text with each match replaced, and these spans moved accordingly."""
-    parts, ends, longer = [], [0], [0]  # of each match: where it ends, and how much longer the text is up to there
+    parts, ends, longer = [], [0], [0]  # end of each match, and how much longer the new text is up to there
     for match in pattern.finditer(text):
         new = by(match)
         parts += [text[ends[-1] : match.start()], new]

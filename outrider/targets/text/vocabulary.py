@@ -143,12 +143,12 @@ class SharedVocabulary:
         return out
 
     def of(self, tokens: Sequence[int]) -> list[int] | None:
-        """The drafting model's ids of these tokens of the target; None where one is not shared."""
+        """The drafting model's ids of these target tokens; None if one is not shared."""
         ids = [self.by_target[token] for token in tokens if token in self.by_target]
         return ids if len(ids) == len(tokens) else None
 
     def to_drafter(self, tokens: Tensor) -> Tensor:
-        """The drafting model's ids of these tokens of the target; 0 for one that is not shared."""
+        """The drafting model's ids of these target tokens; 0 for one that is not shared."""
         return self._drafter_ids[tokens]
 
 
