@@ -133,7 +133,7 @@ def test_the_figures_are_the_servers(server, open_page):
     assert opened.page.locator("#without").is_hidden()
     shares = opened.page.locator("#time").get_attribute("aria-label")
     assert [part.rsplit(" ", 2)[0] for part in shares.split(", ")] == [
-        "drafting", "verifying", "reading prompts", "other", "idle",
+        "drafting", "verifying", "prefill", "other", "idle",
     ]  # fmt: skip
     assert opened.page.locator("#line").get_attribute("d").count("L") == 119
     assert opened.faults == []

@@ -80,7 +80,7 @@ class TextPart(Body):
     type: Literal["text"]
     text: str
     cache_control: CacheControl = None
-    """No effect: common prefixes of prompts are always shared."""
+    """No effect: common prefixes are found automatically."""
 
 
 Content = Annotated[str | Annotated[list[TextPart], Field(fail_fast=True)], _at_most(MOST_PARTS)]
@@ -185,7 +185,7 @@ class GenerationBody(Body):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    """No effect: common prefixes of prompts are always shared."""
+    """No effect: common prefixes are found automatically."""
 
 
 class CompletionRequest(GenerationBody):

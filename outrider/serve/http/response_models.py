@@ -128,7 +128,7 @@ class ChatCompletion(Reply):
     outrider: Drafts | None = None
 
 
-class Event(Reply):
+class Event(BaseModel):
     """A server-sent event of a stream."""
 
     data: str
