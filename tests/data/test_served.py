@@ -128,7 +128,7 @@ def test_an_engine_needs_the_ends_alone(folder, hollow, tmp_path, monkeypatch) -
     assert short == [1]
     with pytest.raises(TargetError, match="an engine's states need the embedding, the final norm and the output"):
         load_served(str(hollow)).finish(torch.zeros(2, 32))
-    with pytest.raises(TargetError, match="its weights are not loaded here"):
+    with pytest.raises(TargetError, match="whose weights are not loaded here"):
         load_served(str(hollow)).read(torch.zeros(1, 2), (1,))
 
 

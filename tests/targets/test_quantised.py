@@ -135,7 +135,7 @@ def test_quantised_keys_and_values_are_refused(place, tmp_path):
     else:
         model.generation_config.cache_implementation = "quantized"
         model.save_pretrained(tmp_path)
-    with pytest.raises(TargetError, match="quantised keys and values"):
+    with pytest.raises(TargetError, match="set to quantise keys and values"):
         load_target(tmp_path if place == "folder" else model)
 
 
