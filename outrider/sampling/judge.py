@@ -157,8 +157,8 @@ class SamplingJudge(Judge):
         return self._texts[row].take() if row in self._texts else ""
 
     def take_output(self, row: int, count: int, takes_text: bool) -> tuple[str, tuple[TokenLogprob, ...]]:
-        found = tuple(self.logprobs[row][-count:]) if self.logprobs[row] else ()
-        return self.text(row) if takes_text or found else "", found  # log probabilities tell of each token's text
+        logprobs = tuple(self.logprobs[row][-count:]) if self.logprobs[row] else ()
+        return self.text(row) if takes_text or logprobs else "", logprobs  # log probabilities come with their text
 
     def read(self, row: int, tokens: list[int], is_last: bool) -> tuple[int, bool]:
         count, is_stopped = len(tokens), False

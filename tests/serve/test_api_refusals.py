@@ -113,7 +113,7 @@ MALFORMED: dict[str, tuple[str, Any, str]] = {
     "ranks without": ("chat/completions", CHAT | {"top_logprobs": 3}, "add logprobs: true"),
     "a template": ("chat/completions", CHAT | {"chat_template": "{{ 1 }}"}, "only the tokenizer's own template"),
     "functions": ("chat/completions", CHAT | {"functions": [{"name": "a"}]}, "use tools"),
-    "audio": ("chat/completions", CHAT | {"audio": {"voice": "a"}, "modalities": ["text", "audio"]}, "text alone"),
+    "audio": ("chat/completions", CHAT | {"audio": {"voice": "a"}, "modalities": ["text", "audio"]}, "only text"),
 }  # fmt: skip
 MALFORMED |= {f"{name} {str(value)[:20]}": ("completions", TEXT | {name: value}, said) for name, value, said in FIELDS}
 

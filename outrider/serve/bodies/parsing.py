@@ -16,12 +16,12 @@ from outrider.serve.bodies.refusals import Refusal, invalid
 from outrider.serve.bodies.request_models import MAX_BIASES, MAX_STOPS, MIN_TEMPERATURE, MOST_KEYS
 
 REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
-    "audio": ((), "targets write text alone; leave it out"),
-    "modalities": ((["text"],), "targets write text alone; leave it out"),
-    "suffix": (("",), "no text is written between two others; leave it out"),
+    "audio": ((), "targets generate only text; leave it out"),
+    "modalities": ((["text"],), "targets generate only text; leave it out"),
+    "suffix": (("",), "infilling is not supported; leave it out"),
     "echo": ((False,), "the prompt is not part of the answer; leave it out, and put the prompt before it yourself"),
     "best_of": ((1,), "answers are not ranked; use n"),
-    "use_beam_search": ((False,), "texts are drawn one by one; leave it out"),
+    "use_beam_search": ((False,), "there is no beam search; leave it out"),
     "functions": (([],), "use tools"),
     "function_call": (("none", "auto"), "use tools and tool_choice"),
     "chat_template": ((), "only the tokenizer's own template is rendered; leave it out"),
@@ -45,8 +45,8 @@ REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "spaces_between_special_tokens": ((True,), "special tokens are never part of a text; leave it out"),
     "add_generation_prompt": ((True,), "the answer is a new message; leave it out"),
     "continue_final_message": ((False,), "the answer is a new message; leave it out"),
-    "priority": ((0,), "requests are served by turns; leave it out"),
-    "moderation": ((), "answers are not judged; leave it out"),
+    "priority": ((0,), "requests are scheduled round-robin by API key; leave it out"),
+    "moderation": ((), "answers are not moderated; leave it out"),
 }  # fmt: skip
 """Unsupported fields of other servers: the values without effect, besides null, that are accepted, and what to use
 instead."""
