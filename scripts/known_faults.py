@@ -156,7 +156,7 @@ FAULTS = [
     ),
     fault(
         "every stage reads from the position of the oldest token in flight",
-        ("cycles", "own.states, anchor_at + after)", "own.states, anchor_at)"),
+        ("cycles", "entry.states, anchor_at + after)", "entry.states, anchor_at)"),
     ),
     fault(
         "q is not the distribution drawn from: the temperature is left out of it",
@@ -347,7 +347,7 @@ FAULTS = [
     ),
     fault(
         "a block of tidar's masks sees the blocks before it",
-        ("rows_after", "own = of[:, None] == of", "own = of[:, None] >= of"),
+        ("rows_after", "is_same_row = of[:, None] == of", "is_same_row = of[:, None] >= of"),
     ),
     fault(
         "a place of jacobi_denoising's window sees the ones after it",

@@ -26,14 +26,14 @@ TABLE = """
 CREATE TABLE IF NOT EXISTS prompts (
     prompt_hash TEXT PRIMARY KEY,
     id TEXT NOT NULL,
-    position INTEGER,            -- in the last run's prompts; NULL where that run was not given it
+    position INTEGER,            -- index in the prompts of the last run; NULL if it is not one of them
     status TEXT NOT NULL DEFAULT 'open',
-    reason TEXT,                 -- of one that failed or was skipped
+    reason TEXT,                 -- why it failed or was skipped
     finish_reason TEXT,
-    tokens INTEGER,              -- that were written, prompt excluded
+    tokens INTEGER,              -- generated tokens, without the prompt
     tokens_from TEXT,            -- target, ids or text
     server TEXT,
-    model TEXT,                  -- as the server names it
+    model TEXT,                  -- the server's name for it
     attempts INTEGER
 ) WITHOUT ROWID
 """

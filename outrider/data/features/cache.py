@@ -216,7 +216,7 @@ def _fill(
                 claim.release()
                 raise
             writer.put(name, rows, *collected, claim)
-            on_shard(sum((folder / one).exists() for one in shards), len(shards))
+            on_shard(sum((folder / shard).exists() for shard in shards), len(shards))
         writer.finish()
         if idle:  # other processes hold the rest; if one dies, its shard can be claimed
             time.sleep(0.1)

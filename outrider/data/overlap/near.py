@@ -187,8 +187,8 @@ def _factors(num_questions: np.ndarray, count: int) -> np.ndarray:
     return np.where(num_questions > max(1, count / 2), SHARED_BY_MANY, factors)
 
 
-def _is_alike(shared: np.ndarray | float, one: float, other: np.ndarray | float, alike: float) -> np.ndarray:
-    return np.asarray(2 * shared >= alike * (one + other))
+def _is_alike(shared: np.ndarray | float, text: float, question: np.ndarray | float, alike: float) -> np.ndarray:
+    return np.asarray(2 * shared >= alike * (text + question))
 
 
 def _is_number(bag: np.ndarray) -> np.ndarray:
@@ -202,7 +202,7 @@ def _is_rare(bag: np.ndarray) -> np.ndarray:
 _contrasts = functools.cache(contrasts)
 
 
-def _contrast(one: np.ndarray, other: np.ndarray, group: np.ndarray) -> bool:
+def _contrast(text: np.ndarray, question: np.ndarray, group: np.ndarray) -> bool:
     """Whether both have words of the group, but none in common."""
-    first, second = (group[np.isin(group, bag)] for bag in (one, other))
+    first, second = (group[np.isin(group, bag)] for bag in (text, question))
     return bool(len(first) and len(second)) and not np.isin(first, second).any()

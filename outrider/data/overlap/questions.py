@@ -76,12 +76,12 @@ class Runs:
         weights = self._weights[number]
         matched = rows[self.lookup.owners[rows] == number]
         possible = np.flatnonzero((self.lookup.owners == number) & eligible)
-        covered, total = (weights[self._words(each, len(weights))].sum() for each in (matched, possible))
+        covered, total = (weights[self._words(runs, len(weights))].sum() for runs in (matched, possible))
         return covered / total if total else 1.0
 
     def _words(self, rows: np.ndarray, count: int) -> np.ndarray:
         """[n] bool: the words of a question that these runs cover."""
-        begun, ended = (np.bincount(each[rows], minlength=count + 1) for each in (self._begins, self._ends))
+        begun, ended = (np.bincount(words[rows], minlength=count + 1) for words in (self._begins, self._ends))
         return np.cumsum(begun - ended)[:count] > 0
 
 
@@ -110,13 +110,14 @@ class Questions:
         """Whether a prompt has a word to look up."""
         self._turns = list[Turn]()
         numbers = defaultdict[str, set[int]](set)
-        for prompt, (task, one) in enumerate((task, one) for task, each in prompts.items() for one in each):
-            self.keys.append((task, one.id))
-            turns = [Turn(prompt, question, units(question), i == 0) for i, question in enumerate(one.questions)]
+        keyed = ((task, prompt) for task, of_task in prompts.items() for prompt in of_task)
+        for number, (task, prompt) in enumerate(keyed):
+            self.keys.append((task, prompt.id))
+            turns = [Turn(number, question, units(question), i == 0) for i, question in enumerate(prompt.questions)]
             self.has_text.append(any(turn.units.whole is not None for turn in turns))
             self._turns += [turn for turn in turns if turn.counts]
             numbers[task].update(turn.units.whole for turn in turns if turn.units.whole is not None)
-        counts = {task: len(each) for task, each in numbers.items()}
+        counts = {task: len(wholes) for task, wholes in numbers.items()}
         self.is_long = np.zeros(len(self.keys), np.bool_)
         """[p] bool, whether a prompt has a run of 13 words."""
         self.is_long[[turn.prompt for turn in self._turns if len(turn.units.runs)]] = True
@@ -157,13 +158,14 @@ class Questions:
 
     def _runs(self, counts: Mapping[str, int]) -> Runs:
         placed = [placed_runs(turn.question) for turn in self._turns]
-        hashes = np.concatenate([np.empty(0, np.uint64), *(one[0] for one in placed)])
-        begins, ends = (np.concatenate([np.empty(0, np.int64), *(one[i] for one in placed)]) for i in (1, 2))
-        turns = np.repeat(np.arange(len(placed)), [len(one[0]) for one in placed])
+        hashes = np.concatenate([np.empty(0, np.uint64), *(runs.hashes for runs in placed)])
+        begins = np.concatenate([np.empty(0, np.int64), *(runs.begins for runs in placed)])
+        ends = np.concatenate([np.empty(0, np.int64), *(runs.ends for runs in placed)])
+        turns = np.repeat(np.arange(len(placed)), [len(runs.hashes) for runs in placed])
         is_rare = self._is_rare(hashes, turns, counts)
         lookup = Lookup(hashes[is_rare], turns[is_rare])
         order = lookup.order
-        return Runs(lookup, begins[is_rare][order], ends[is_rare][order], [one[3] for one in placed])
+        return Runs(lookup, begins[is_rare][order], ends[is_rare][order], [runs.weights for runs in placed])
 
     def _is_rare(self, hashes: np.ndarray, turns: np.ndarray, counts: Mapping[str, int]) -> np.ndarray:
         """[n] bool: whether few questions have each hash.
@@ -197,7 +199,8 @@ class Turn(NamedTuple):
     @property
     def evidence(self) -> dict[str, np.ndarray]:
         """The hashes for each look-up."""
-        whole, stem = (np.array([] if one is None else [one], np.uint64) for one in (self.units.whole, self.units.stem))
+        hashes = (self.units.whole, self.units.stem)
+        whole, stem = (np.array([] if value is None else [value], np.uint64) for value in hashes)
         is_specific = len(self.units.runs) > 0 or self.units.weight >= SPECIFIC
         pieces = self.units.spans[self.units.span_weights >= COVERED * self.units.weight]
         return {

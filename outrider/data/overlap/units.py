@@ -107,16 +107,16 @@ def units(text: str) -> Units:
     pieces = Pieces(words)
     sentence_tokens = [tokens(sentence) for sentence in listed]
     spans, span_weights = _spans(pieces, listed, sentence_tokens)
-    docstrings = [one for one in map(bare, _docstrings(text)) if _weight(one) >= SPECIFIC]
-    wholes, stem = [_hash(chain.from_iterable(one)) for one in docstrings], None
+    docstrings = _stated_in_docstrings(text)
+    wholes, stem = [_hash(chain.from_iterable(docstring)) for docstring in docstrings], None
     if (places := _options(text)) is not None:
         wholes.append(_hash(_with_options(text, places)))
         stem = _hash(_words(text[: places[0].start()]))
-    statements = [sentence_tokens, *([tokens(sentence) for sentence in one] for one in docstrings)]
+    statements = [sentence_tokens, *(list(map(tokens, docstring)) for docstring in docstrings)]
     return Units(
         pieces.runs(), int(pieces.wholes([0], [len(words)])[0]), once(np.array(wholes, np.uint64)), stem, spans,
         span_weights, weight(list(chain.from_iterable(sentence_tokens))),
-        tuple(tuple(_bag(one) for one in each if one) for each in statements),
+        tuple(tuple(_bag(ids) for ids in statement if ids) for statement in statements),
     )  # fmt: skip
 
 
@@ -125,25 +125,43 @@ def statements_of(question: str) -> list[Bags]:
 
     From its docstrings, if it has any, else from the text before its examples and constraints.
     """
-    listed = [one for one in map(bare, _docstrings(question)) if _weight(one) >= SPECIFIC]
-    if not listed:
+    statements = _stated_in_docstrings(question)
+    if not statements:
         head = bare(_APPENDIX.split(question, maxsplit=1)[0])
-        listed = [head if _weight(head) >= SPECIFIC else bare(question)]
-    return [[_bag(one) for one in map(tokens, each) if one] for each in listed]
+        statements = [head if _weight(head) >= SPECIFIC else bare(question)]
+    return [[_bag(ids) for ids in map(tokens, statement) if ids] for statement in statements]
 
 
-def placed_runs(question: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Every run of a question (hash, first word, end), and the weight of each word of the question."""
+class PlacedRuns(NamedTuple):
+    """The runs of a question."""
+
+    hashes: np.ndarray
+    """[n] uint64."""
+    begins: np.ndarray
+    """[n] int64, index of the first word."""
+    ends: np.ndarray
+    """[n] int64, index after the last word."""
+    weights: np.ndarray
+    """[w] float, weight of each word of the question."""
+
+
+def placed_runs(question: str) -> PlacedRuns:
+    """Every run of a question, with its place."""
     words = _words(question)
-    return *Pieces(words).placed_runs(), np.array(list(map(word_weight, words)))
+    return PlacedRuns(*Pieces(words).placed_runs(), np.array(list(map(word_weight, words))))
 
 
-def _bag(listed: Sequence[int]) -> np.ndarray:
-    return np.array(sorted(set(listed)), np.uint32)
+def _stated_in_docstrings(text: str) -> list[list[list[str]]]:
+    """The sentences of each docstring with enough content to state a question."""
+    return [docstring for docstring in map(bare, _docstrings(text)) if _weight(docstring) >= SPECIFIC]
 
 
-def _weight(listed: Sequence[Words]) -> float:
-    return weight(list(chain.from_iterable(map(tokens, listed))))
+def _bag(ids: Sequence[int]) -> np.ndarray:
+    return np.array(sorted(set(ids)), np.uint32)
+
+
+def _weight(statement: Sequence[Words]) -> float:
+    return weight(list(chain.from_iterable(map(tokens, statement))))
 
 
 def _hash(words: Iterable[str]) -> int:
@@ -156,7 +174,7 @@ def _spans(
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Hashes and weights of all consecutive sentences that are shorter than a run."""
     places = [0, *accumulate(map(len, listed))]
-    totals = [0.0, *accumulate(weight(each) if len(each) < LETTERS else 0.0 for each in sentence_tokens)]
+    totals = [0.0, *accumulate(weight(ids) if len(ids) < LETTERS else 0.0 for ids in sentence_tokens)]
     begins, ends, weights = list[int](), list[int](), list[float]()
     for first, begin in enumerate(places[:-1]):
         for last in range(first + 1, len(places)):
@@ -193,6 +211,7 @@ def _options(text: str) -> list[re.Match[str]] | None:
 
 def _with_options(text: str, places: Sequence[re.Match[str]]) -> list[str]:
     """The stem, then the options without their letters, sorted."""
-    texts = [text[one.end() : following.start()] for one, following in pairwise(places)]
+    texts = [text[label.end() : following.start()] for label, following in pairwise(places)]
     last = text[places[-1].end() :].split("\n", 1)[0]
-    return [*_words(text[: places[0].start()]), *chain.from_iterable(sorted(_words(one) for one in [*texts, last]))]
+    options = sorted(_words(option) for option in [*texts, last])
+    return [*_words(text[: places[0].start()]), *chain.from_iterable(options)]

@@ -44,9 +44,9 @@ def content_hash(value: Any) -> str:
 
 def repeated(keys: np.ndarray) -> np.ndarray:
     """[n] bool: whether an earlier key is equal."""
-    found = np.ones(len(keys), dtype=bool)
-    found[np.unique(keys, return_index=True)[1]] = False
-    return found
+    is_repeated = np.ones(len(keys), dtype=bool)
+    is_repeated[np.unique(keys, return_index=True)[1]] = False
+    return is_repeated
 
 
 @functools.lru_cache(4)

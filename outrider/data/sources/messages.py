@@ -3,7 +3,8 @@
 A row has one of `messages`, `conversations` (ShareGPT), `turns`, `prompt` (with `response`), `instruction` (with
 `input` and `output`), `question`, `text`, and may have a `system` text, earlier turns (`history`) and `tools`.  Or it
 is a request to an OpenAI-compatible server (`body`, `request`) with its answer, if any (`response`), as in OpenAI's
-Batch files and the logs of proxies and `outrider serve`.  Unknown fields are reported, so that nothing is lost silently.
+Batch files and the logs of proxies and `outrider serve`.  Unknown fields are reported, so that nothing is lost
+silently.
 """
 
 import json
@@ -231,7 +232,7 @@ def message_of(message: Any, name: str) -> Message:
         extras["tool_calls"], content = _calls(content, name), ""
     if isinstance(calls := extras.get("tool_calls"), str):
         extras["tool_calls"] = _calls(calls, name)
-    elif calls is not None and not (isinstance(calls, list) and all(isinstance(one, Mapping) for one in calls)):
+    elif calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
         raise DataError(f"{name}: tool_calls must be a list of calls, got {calls!r:.80}; {SKIP}")
     if isinstance(content, list):
         content = _joined(content, name)
