@@ -112,8 +112,8 @@ class AlignedCache:
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """The anchor and the nodes on each slot's path stay; of the member's own tokens those that spell them."""
-        for row, own, path in zip(self._rows, self._readings, paths, strict=True):
-            reading = own[path[-1] + 1 if path else 0]
+        for row, row_readings, path in zip(self._rows, self._readings, paths, strict=True):
+            reading = row_readings[path[-1] + 1 if path else 0]
             assert reading is not None, "a token outside the vocabulary was accepted"
             self.readings[row] = reading
         if not self._tries:
@@ -193,9 +193,9 @@ class AlignedMember:
         for row, piece, length in zip(rows, tokens.tolist(), lengths, strict=True):
             for token in piece[:length]:  # one by one, as in steps, so that a text is split in one way
                 cache.readings[row].push([token])
-        found = self._opinion(cache, rows, [[cache.readings[row]] for row in rows], likeliest)
+        opinion = self._opinion(cache, rows, [[cache.readings[row]] for row in rows], likeliest)
         cache.keep([[]] * len(rows))
-        return found
+        return opinion
 
     def verify(
         self, cache: AlignedCache, rows: Sequence[int], anchor: Tensor, draft: Draft, likeliest: Tensor
@@ -209,10 +209,10 @@ class AlignedMember:
         self, before: Transcript, anchor: int, ids: Sequence[int], tree: Sequence[int], live: int
     ) -> list[Transcript | None]:
         """The text of a slot up to the end of each row."""
-        found = [self._pushed(before, anchor)]
+        readings = [self._pushed(before, anchor)]
         for node, token in enumerate(ids):
-            found.append(self._pushed(found[tree[node] + 1], token) if node < live else None)
-        return found
+            readings.append(self._pushed(readings[tree[node] + 1], token) if node < live else None)
+        return readings
 
     def _pushed(self, reading: Transcript | None, token: int) -> Transcript | None:
         if reading is None or not 0 <= token < self.theirs.size:
@@ -226,33 +226,36 @@ class AlignedMember:
     ) -> Opinion | None:
         cache.open(rows, readings)
         both = zip(readings, likeliest.tolist(), strict=True)
-        texts = [[self.text(*pair) for pair in zip(own, best, strict=True)] for own, best in both]
-        slots = [b for b, own in enumerate(texts) if any(ids is not None for ids in own)]
+        texts = [[self.text(*pair) for pair in zip(slot_texts, best, strict=True)] for slot_texts, best in both]
+        slots = [b for b, slot_texts in enumerate(texts) if any(ids is not None for ids in slot_texts)]
         if not slots:
             return None
-        wanted = [[ids for ids in texts[b] if ids is not None] for b in slots]
-        logits = self._read(cache, [rows[b] for b in slots], wanted)
+        spoken = [[ids for ids in texts[b] if ids is not None] for b in slots]
+        logits = self._read(cache, [rows[b] for b in slots], spoken)
         at = [(b, n) for b in slots for n, ids in enumerate(texts[b]) if ids is not None]
         return self._carried(logits, at, likeliest)
 
-    def _read(self, cache: AlignedCache, rows: Sequence[int], wanted: Sequence[Sequence[list[int]]]) -> Tensor:
+    def _read(self, cache: AlignedCache, rows: Sequence[int], texts_by_slot: Sequence[Sequence[list[int]]]) -> Tensor:
         """Logits [K, U] after these texts of each slot, slot by slot, in one pass over what they do not share."""
-        common = [min(common_prefix(texts[0], other) for other in texts) for texts in wanted]
-        sizes = (max(map(len, own)) + sum(len(ids) - n for ids in own) for own, n in zip(wanted, common, strict=True))
+        common = [min(common_prefix(texts[0], other) for other in texts) for texts in texts_by_slot]
+        sizes = (
+            max(map(len, texts)) + sum(len(ids) - n for ids in texts)
+            for texts, n in zip(texts_by_slot, common, strict=True)
+        )
         if (most := max(sizes)) > cache.cache.length:
             cache.grow(2 * most)
-        tries, found = dict[int, PrefixTree](), dict[int, Tensor]()
-        for row, texts, n in zip(rows, wanted, common, strict=True):
+        tries, logits = dict[int, PrefixTree](), dict[int, Tensor]()
+        for row, texts, n in zip(rows, texts_by_slot, common, strict=True):
             if n:
                 tries[row] = self._trie(cache, row, texts, n)
             else:  # not even the first token is the same: no tree has them
-                found[row] = self._whole(texts)
+                logits[row] = self._whole(texts)
         if tries:
             scores = self._pass(cache, tries)
             cache.opened(tries)
-            for own, (row, trie) in zip(scores, tries.items(), strict=True):
-                found[row] = own[to_device([end + 1 for end in trie.ends], own.device)]
-        return torch.cat([found[row] for row in rows])
+            for slot_logits, (row, trie) in zip(scores, tries.items(), strict=True):
+                logits[row] = slot_logits[to_device([end + 1 for end in trie.ends], slot_logits.device)]
+        return torch.cat([logits[row] for row in rows])
 
     def _trie(self, cache: AlignedCache, row: int, texts: Sequence[list[int]], common: int) -> PrefixTree:
         base, text = cache.begin(row, texts[0], common - 1), texts[0]
@@ -265,13 +268,13 @@ class AlignedMember:
 
     def _pass(self, cache: AlignedCache, tries: dict[int, PrefixTree]) -> Tensor:
         """Logits [B', n, U] after the root and the nodes of each trie."""
-        device, own = self.target.device, list(tries.values())
-        tokens, sizes = padded([t.tokens for t in own], 0, device), torch.tensor([len(t.tokens) for t in own])
-        if all(t.parents == list(range(-1, len(t.tokens) - 1)) for t in own):
+        device, trees = self.target.device, list(tries.values())
+        tokens, sizes = padded([t.tokens for t in trees], 0, device), torch.tensor([len(t.tokens) for t in trees])
+        if all(t.parents == list(range(-1, len(t.tokens) - 1)) for t in trees):
             draft = Draft.chain(tokens, sizes)
         else:
-            draft = Draft(tokens, padded([t.parents for t in own], -1, device), sizes)
-        roots = to_device([trie.root for trie in own], device)
+            draft = Draft(tokens, padded([t.parents for t in trees], -1, device), sizes)
+        roots = to_device([trie.root for trie in trees], device)
         return self.target.verify(cache.cache, list(tries), roots, draft).logits
 
     def _whole(self, texts: Sequence[list[int]]) -> Tensor:
@@ -282,10 +285,10 @@ class AlignedMember:
 
     def _carried(self, logits: Tensor, at: Sequence[tuple[int, int]], likeliest: Tensor) -> Opinion:
         """Logits [K, U] of rows `at` as an opinion in the first member's vocabulary."""
-        own = wide(logits).log_softmax(-1)
-        b, n = to_device(at, own.device).T
-        log_p = own.new_full((*likeliest.shape, self.theirs.size), -torch.inf)
-        log_p[b, n] = self.shared.spread(own)
-        rest = own.new_ones(likeliest.shape)
-        rest[b, n] = own.index_fill(-1, self.shared.drafter_ids, -torch.inf).logsumexp(-1).exp()
+        member_log_p = wide(logits).log_softmax(-1)
+        b, n = to_device(at, member_log_p.device).T
+        log_p = member_log_p.new_full((*likeliest.shape, self.theirs.size), -torch.inf)
+        log_p[b, n] = self.shared.spread(member_log_p)
+        rest = member_log_p.new_ones(likeliest.shape)
+        rest[b, n] = member_log_p.index_fill(-1, self.shared.drafter_ids, -torch.inf).logsumexp(-1).exp()
         return Opinion(log_p, rest)

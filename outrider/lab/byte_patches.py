@@ -67,13 +67,13 @@ class Known(NamedTuple):
         first = self._at(self.allowed, ALL).amin(-1)
         others = self._at(self.allowed & (self.words[:, None] != words[..., None]), -1).amax(-1)
         run = positions - torch.maximum(others, first - 1)  # bytes of this kind up to the row's own
-        found = torch.where(words, run % size == 0, (run - 1) % size == 0)
-        return found & (torch.arange(found.shape[1], device=found.device) < found.shape[1] - _held.get())
+        is_last = torch.where(words, run % size == 0, (run - 1) % size == 0)
+        return is_last & (torch.arange(is_last.shape[1], device=is_last.device) < is_last.shape[1] - _held.get())
 
     def last_ended(self, ends: Tensor) -> tuple[Tensor, Tensor]:
         """The column [R, n] of the last patch that ended for each row, and whether there is one.  ends [R, K]."""
-        found = self._at(self.allowed & ends[:, None], -1).max(-1)
-        return found.indices, found.values >= 0
+        latest = self._at(self.allowed & ends[:, None], -1).max(-1)
+        return latest.indices, latest.values >= 0
 
     def _at(self, chosen: Tensor, otherwise: int) -> Tensor:
         """Positions [R, n, K] of the chosen columns, and this number in place of the others'."""
@@ -90,5 +90,5 @@ def noted(cache: Any, layer: int, notes: Tensor) -> Tensor:
     """Store notes [R, n, w] as keys of this layer; returns those of all columns, [R, K, w]."""
     if cache is None:
         return notes
-    found: Tensor = cache.update(notes[:, None], notes.new_zeros(*notes[:, None].shape[:3], 1), layer)[0]
-    return found[:, 0]
+    stored: Tensor = cache.update(notes[:, None], notes.new_zeros(*notes[:, None].shape[:3], 1), layer)[0]
+    return stored[:, 0]

@@ -35,11 +35,11 @@ class DiffusionLM:
         vocabulary that is not the target's, and a model without a mask token."""
         self.model = _model(name).to(target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False)
         self.vocabulary, self.context = target.spec.vocabulary, self.model.config.max_position_embeddings
-        mine = self.model.config.vocab_size
-        if mine < self.vocabulary:
+        vocabulary = self.model.config.vocab_size
+        if vocabulary < self.vocabulary:
             raise DrafterError(
-                f"{name} has a vocabulary of {mine}, and the target {target.spec.name!r} one of {self.vocabulary}; "
-                "choose a model with the target's tokenizer"
+                f"{name} has a vocabulary of {vocabulary}, and the target {target.spec.name!r} one of "
+                f"{self.vocabulary}; choose a model with the target's tokenizer"
             )
         self.mask_token = _mask_token(name, self.model.config)
 
@@ -58,28 +58,28 @@ class DiffusionLM:
             input_ids=tokens, attention_mask=mask, position_ids=line.expand_as(tokens), use_cache=False
         ).last_hidden_state
         rows = counts[:, None] - 1 + torch.arange(masks, device=device)
-        found = self.model.lm_head(states.gather(1, rows[..., None].expand(-1, -1, states.shape[-1])))
-        if self.mask_token < found.shape[-1]:
-            found[..., self.mask_token] = -torch.inf
-        logits: Tensor = found[..., : self.vocabulary]
+        all_logits = self.model.lm_head(states.gather(1, rows[..., None].expand(-1, -1, states.shape[-1])))
+        if self.mask_token < all_logits.shape[-1]:
+            all_logits[..., self.mask_token] = -torch.inf
+        logits: Tensor = all_logits[..., : self.vocabulary]
         return logits
 
 
 def _model(name: str) -> Any:
     """The weights, in the layers that they are for; no code of the checkpoint is executed."""
     try:
-        given, _ = PretrainedConfig.get_config_dict(name)
+        fields, _ = PretrainedConfig.get_config_dict(name)
     except (OSError, ValueError) as error:
         raise DrafterError(
             f"can't read the config of {name}: {first_line(error)}; give a folder with config.json and safetensors, or "
             "a Hugging Face id"
         ) from error
-    if given.get("model_type") not in LAYOUTS:
+    if fields.get("model_type") not in LAYOUTS:
         raise DrafterError(
-            f"{name} has model_type {given.get('model_type')!r}; a diffusion model must have one of "
+            f"{name} has model_type {fields.get('model_type')!r}; a diffusion model must have one of "
             f"{', '.join(LAYOUTS)}: train a drafter of your own instead (deer without `pretrained`)"
         )
-    config = Qwen2Config(**{key: value for key, value in given.items() if key not in NOT_SHAPE})
+    config = Qwen2Config(**{key: value for key, value in fields.items() if key not in NOT_SHAPE})
     with no_bars():
         try:
             loaded: Any = Qwen2ForCausalLM.from_pretrained(name, config=config, output_loading_info=True)
@@ -94,12 +94,13 @@ def _model(name: str) -> Any:
 
 def _mask_token(name: str, config: Any) -> int:
     """As the config has it, or else the tokenizer."""
-    found = getattr(config, "mask_token_id", None)
-    if found is None:
+    mask_token = getattr(config, "mask_token_id", None)
+    if mask_token is None:
         tokenizer, _ = load_tokenizer(name)
-        found = None if tokenizer is None else tokenizer.mask_token_id
-    if found is None or not 0 <= found < config.vocab_size:
+        mask_token = None if tokenizer is None else tokenizer.mask_token_id
+    if mask_token is None or not 0 <= mask_token < config.vocab_size:
         raise DrafterError(
-            f"{name} has the mask token {found}, of {config.vocab_size} tokens; set mask_token_id in its config.json"
+            f"{name} has the mask token {mask_token}, of {config.vocab_size} tokens; set mask_token_id in its "
+            "config.json"
         )
-    return int(found)
+    return int(mask_token)

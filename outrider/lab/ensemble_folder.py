@@ -37,7 +37,9 @@ def described(name: str | Path) -> Description | None:
         values = read_object(folder / FILE)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / FILE} can't be read: {error}; give it `members`, and `weights` or none") from None
-    found = build(Description, values, str(folder / FILE))
-    here = [folder / member for member in found.members]
-    members = zip(found.members, here, strict=True)
-    return found.model_copy(update={"members": tuple(str(p) if p.is_dir() else name for name, p in members)})
+    description = build(Description, values, str(folder / FILE))
+    folders = [folder / member for member in description.members]
+    members = zip(description.members, folders, strict=True)
+    return description.model_copy(
+        update={"members": tuple(str(path) if path.is_dir() else name for name, path in members)}
+    )

@@ -32,8 +32,8 @@ class LikelyEnough(LossyRule):
 
     def __call__(self, draft: Draft, p: Tensor, streams: Streams) -> Accepted:
         """p [B, N+1, V].  Ids outside the vocabulary never pass and are counted as invalid; q is not used."""
-        known, index = own_rows(draft, p.shape[-1])
-        paths = _longest(draft, known & self.passes(p)[index], p[index])
+        is_valid, index = own_rows(draft, p.shape[-1])
+        paths = _longest(draft, is_valid & self.passes(p)[index], p[index])
         slots, rows, counts = torch.tensor(
             [(b, path[-1] + 1 if path else 0, len(path)) for b, path in enumerate(paths)], device=p.device
         ).T
@@ -73,16 +73,16 @@ def _taken_as_given(draft: Draft, p: Tensor, accepted: Accepted) -> Tensor:
     return strays.gather(1, path.clamp(min=0)) * (path >= 0)
 
 
-def _longest(draft: Draft, may_stay: Tensor, p_own: Tensor) -> list[list[int]]:
+def _longest(draft: Draft, may_stay: Tensor, node_p: Tensor) -> list[list[int]]:
     """Each slot's longest path of nodes that may stay; of two as long the likelier, then the elder.  may_stay, p_own
     [B, N]."""
     paths = []
-    slots = zip(draft.tree, draft.live, may_stay.tolist(), p_own.double().log().tolist(), strict=True)
+    slots = zip(draft.tree, draft.live, may_stay.tolist(), node_p.double().log().tolist(), strict=True)
     for parents, size, stays, logs in slots:
-        found: dict[int, tuple[int, float, list[int]]] = {-1: (0, 0.0, [])}
+        longest: dict[int, tuple[int, float, list[int]]] = {-1: (0, 0.0, [])}
         for n in range(size):
-            if stays[n] and parents[n] in found:
-                depth, likelihood, path = found[parents[n]]
-                found[n] = depth + 1, likelihood + logs[n], [*path, n]
-        paths.append(max(found.values(), key=lambda each: each[:2])[2])
+            if stays[n] and parents[n] in longest:
+                depth, likelihood, path = longest[parents[n]]
+                longest[n] = depth + 1, likelihood + logs[n], [*path, n]
+        paths.append(max(longest.values(), key=lambda each: each[:2])[2])
     return paths

@@ -54,7 +54,9 @@ class Stage(Protocol):
 class PipelineDrafter(Drafter):
     """A drafter that also guesses from states of tokens in flight."""
 
-    def guess(self, memory: Any, state: DecodeState, tokens: Sequence[int], known: Sequence[Tensor]) -> Tensor | None:
+    def guess(
+        self, memory: Any, state: DecodeState, tokens: Sequence[int], flight_taps: Sequence[Tensor]
+    ) -> Tensor | None:
         """Logits [1, V] of the token after slot 0's text and these tokens in flight; None where it can't say.
 
         known[i]: taps [1, 1, T, H], as far as there are any yet, of the token before tokens[i].
@@ -106,13 +108,13 @@ def cycles(
     flight = [InFlight(state.tokens[0][-1])]
     while not state.finished[0]:
         anchor_at = len(state.tokens[0]) - 1
-        for after, own in enumerate(flight):
-            tokens = torch.tensor([[own.token]], device=state.device)
-            stages[own.depth].begin(tokens, own.states, anchor_at + after)
+        for after, entry in enumerate(flight):
+            tokens = torch.tensor([[entry.token]], device=state.device)
+            stages[entry.depth].begin(tokens, entry.states, anchor_at + after)
         following = _guessed(drafter, memory, state, flight)
         logits = committed = None
-        for own in reversed(flight):  # the first stage is this process's own, so the others are waited for after it
-            logits = own.passed(stages[own.depth].end())
+        for entry in reversed(flight):  # the first stage is this process's own, so the others are waited for after it
+            logits = entry.passed(stages[entry.depth].end())
         if logits is not None:
             committed, stays = _verified(drafter, memory, state, flight, logits)
             flight, following = (flight[1:], following) if stays else ([], InFlight(committed))
@@ -131,8 +133,8 @@ def _read_prompt(stages: Sequence[Stage], drafter: Drafter, memory: Any, state: 
         states = taps = None
         for stage in stages:
             stage.begin(tokens, states, start)
-            states, own, logits = stage.end()
-            taps = _joined(taps, own)
+            states, stage_taps, logits = stage.end()
+            taps = _joined(taps, stage_taps)
         state.prefilled[0] += count
         assert states is not None and logits is not None
         drafter.admit(memory, [0], state, Scores(logits, states, taps), [count])
@@ -142,10 +144,10 @@ def _guessed(drafter: PipelineDrafter, memory: Any, state: DecodeState, flight: 
     """The next token to set in flight: the likeliest at temperature 0, else drawn; None where there is no room."""
     if len(flight) > state.room[0]:
         return None
-    logits = drafter.guess(memory, state, [own.token for own in flight[1:]], [own.taps for own in flight[:-1]])  # type: ignore[misc]
+    logits = drafter.guess(memory, state, [entry.token for entry in flight[1:]], [entry.taps for entry in flight[:-1]])  # type: ignore[misc]
     if logits is None:
         return None
-    drafted = [torch.tensor([own.token], device=state.device) for own in flight[1:]]
+    drafted = [torch.tensor([entry.token], device=state.device) for entry in flight[1:]]
     logits = state.judge.masked(logits, drafted)
     if state.judge.temperature is None:
         return InFlight(int(logits.argmax(-1)))
@@ -170,12 +172,12 @@ def _verified(
     assert oldest.states is not None
     rows = draft.tokens.shape[1] + 1
     # the rule asks for a row behind the drafted token too; what it draws from it is not used
-    given = Scores(logits.expand(-1, rows, -1), oldest.states.expand(-1, rows, -1), None)
-    found = state.judge(draft, given, state)
-    stays = bool(found.paths[0])
-    token = flight[1].token if stays else found.next_tokens[0]
+    row_scores = Scores(logits.expand(-1, rows, -1), oldest.states.expand(-1, rows, -1), None)
+    outcome = state.judge(draft, row_scores, state)
+    stays = bool(outcome.paths[0])
+    token = flight[1].token if stays else outcome.next_tokens[0]
     nothing = Draft.empty(1, device)
-    accepted = state.commit(nothing, Accepted([[]], [token], found.invalid))
+    accepted = state.commit(nothing, Accepted([[]], [token], outcome.invalid))
     scores = Scores(logits, oldest.states, oldest.taps)
     errors = state.judge.observe(accepted, [state.tokens[0]], scores)
     drafter.observe(memory, state, nothing, accepted, scores)

@@ -16,8 +16,8 @@ def rows_after(mask: Tensor, depths: Tensor, count: int, *, causal: bool) -> tup
     slots, rows = depths.shape
     of = torch.arange(rows, device=depths.device).repeat_interleave(count)
     place = torch.arange(count, device=depths.device).repeat(rows)
-    own = of[:, None] == of
+    is_same_row = of[:, None] == of
     if causal:
-        own = own & (place[:, None] >= place)
-    mask = torch.cat([mask.repeat_interleave(count, 1), own.expand(slots, -1, -1)], 2)
+        is_same_row = is_same_row & (place[:, None] >= place)
+    mask = torch.cat([mask.repeat_interleave(count, 1), is_same_row.expand(slots, -1, -1)], 2)
     return mask, depths.repeat_interleave(count, 1) + 1 + place

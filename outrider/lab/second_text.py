@@ -58,9 +58,9 @@ class SecondTexts:
         scores = self._target.verify(self._cache, rows, anchors, _after(context, draft), ())
         self._keep(rows, unread)
         first = torch.tensor([len(tokens) for tokens in context], device=scores.logits.device)
-        asked = first[:, None] + torch.arange(draft.tokens.shape[1] + 1, device=first.device)
-        asked = asked.clamp(max=scores.logits.shape[1] - 1)  # padding of slots with few nodes
-        logits: Tensor = scores.logits[torch.arange(len(first), device=first.device)[:, None], asked]
+        columns = first[:, None] + torch.arange(draft.tokens.shape[1] + 1, device=first.device)
+        columns = columns.clamp(max=scores.logits.shape[1] - 1)  # padding of slots with few nodes
+        logits: Tensor = scores.logits[torch.arange(len(first), device=first.device)[:, None], columns]
         return logits
 
     def _whole(self, row: int) -> list[int]:
@@ -85,8 +85,8 @@ class SecondTexts:
             reading = self._texts[row]
             while self._is_long(reading):
                 tokens = reading.text.tokens[reading.cached : -1][: max_prefill_chunk(self._target.device)]
-                given = padded([tokens], 0, self._target.device)
-                self._target.prefill(self._cache, [row], given, [len(tokens)], ())
+                chunk = padded([tokens], 0, self._target.device)
+                self._target.prefill(self._cache, [row], chunk, [len(tokens)], ())
                 reading.cached += len(tokens)
 
     @staticmethod
@@ -114,7 +114,7 @@ def _after(context: Sequence[Sequence[int]], draft: Draft) -> Draft:
         size, first = draft.live[b], len(tokens)
         nodes.append([*tokens, *draft.ids[b][:size]])
         parents.append([*range(-1, first - 1), *(first + parent for parent in draft.tree[b][:size])])
-    sizes = torch.tensor([len(own) for own in nodes])
+    sizes = torch.tensor([len(tokens) for tokens in nodes])
     device = draft.tokens.device
     chain = Draft.chain(padded(nodes, 0, device), sizes)
     return replace(chain, parents=padded(parents, -1, device), branches=True) if draft.branches else chain

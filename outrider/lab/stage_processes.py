@@ -49,9 +49,9 @@ class RemoteStage(Stage):
 
     def end(self) -> StageOutput:
         width, hidden = self._width, self.hidden
-        found = torch.empty(width * hidden * (1 + self.taps) + self.logits, dtype=self.dtype)
-        dist.recv(found, self.rank)
-        states, taps, logits = found.split([width * hidden, width * hidden * self.taps, self.logits])
+        received = torch.empty(width * hidden * (1 + self.taps) + self.logits, dtype=self.dtype)
+        dist.recv(received, self.rank)
+        states, taps, logits = received.split([width * hidden, width * hidden * self.taps, self.logits])
         return StageOutput(
             states.view(1, width, hidden),
             taps.view(1, width, self.taps, hidden) if self.taps else None,
@@ -62,9 +62,11 @@ class RemoteStage(Stage):
         dist.send(torch.tensor([0, 0]), self.rank)
 
 
-def _run(rank: int, world: int, meeting: str, name: str, spec: TargetSpec, loaded: Any, given: dict[str, Any]) -> None:
+def _run(
+    rank: int, world: int, meeting: str, name: str, spec: TargetSpec, loaded: Any, settings: dict[str, Any]
+) -> None:
     """A process's life: load, say whether that went well, meet, run passes until it is told to stop."""
-    torch.set_num_threads(given.pop("threads"))
+    torch.set_num_threads(settings.pop("threads"))
     try:
         target = load_target(name, dtype=spec.dtype, compile=False)
     except TargetError as error:
@@ -74,7 +76,7 @@ def _run(rank: int, world: int, meeting: str, name: str, spec: TargetSpec, loade
     loaded.put(None if same else f"{name} is not the target {spec.name}: its weights are others; name the same model")
     if not same:
         return
-    stage, hidden, dtype = LayerRange(target, **given), target.spec.hidden, target.model.dtype
+    stage, hidden, dtype = LayerRange(target, **settings), target.spec.hidden, target.model.dtype
     _meet(rank, world, meeting)
     header = torch.empty(2, dtype=torch.int64)
     while True:
@@ -115,8 +117,8 @@ def in_processes(
         meeting = str(Path(folder) / "meeting")
         workers, loaded = [], spawn.Queue()
         for rank, layers in enumerate(cuts[1:], 1):
-            given = {"layers": layers, "length": length, "taps": tuple(taps), "threads": threads}
-            args = rank, stages, meeting, name, target.spec, loaded, given
+            settings = {"layers": layers, "length": length, "taps": tuple(taps), "threads": threads}
+            args = rank, stages, meeting, name, target.spec, loaded, settings
             workers.append(spawn.Process(target=_run, args=args, daemon=True))
             workers[-1].start()
         problems = [problem for _ in workers if (problem := loaded.get(timeout=LOADING_S)) is not None]

@@ -64,7 +64,7 @@ class LayerRange(Stage):
 def stages_of(target: TransformersTarget, stages: int, length: int, taps: Sequence[int] = ()) -> list[LayerRange]:
     """The target as so many stages in this process.  Raises TargetError where it can't be cut."""
     check(target, stages)
-    return [LayerRange(target, own, length, taps) for own in ranges(target.spec.layers, stages)]
+    return [LayerRange(target, layers, length, taps) for layers in ranges(target.spec.layers, stages)]
 
 
 @torch.inference_mode()
@@ -81,7 +81,7 @@ def check(target: TransformersTarget, stages: int) -> None:
         target.skippable()
         whole, _ = target.read(tokens)
         states: Tensor | None = None
-        for stage in [LayerRange(target, own, 6) for own in cuts]:
+        for stage in [LayerRange(target, layers, 6) for layers in cuts]:
             stage.begin(tokens, states, 0)
             states = stage.end().states
     except BROKEN as error:

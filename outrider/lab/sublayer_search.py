@@ -65,8 +65,12 @@ class Search:
         if self.candidate is None or skip not in (self.best, self.candidate):
             return  # of a race that is over
         old, new = self.tallies
-        own = old if skip == self.best else new
-        own.steps, own.tokens, own.cost = own.steps + 1, own.tokens + tokens, own.cost + 1 + passes * self.cost(skip)
+        tally = old if skip == self.best else new
+        tally.steps, tally.tokens, tally.cost = (
+            tally.steps + 1,
+            tally.tokens + tokens,
+            tally.cost + 1 + passes * self.cost(skip),
+        )
         is_hopeless = min(old.steps, new.steps) >= self.STEPS // 3 and new.rate < self.HOPELESS * old.rate
         if is_hopeless or min(old.steps, new.steps) >= self.STEPS:
             self._end()
@@ -78,13 +82,13 @@ class Search:
     def _begin(self) -> None:
         self.tallies = Tally(), Tally()
         for _ in range(64):
-            found = self._varied()
-            if found in self.tried or found == Skip():
+            candidate = self._varied()
+            if candidate in self.tried or candidate == Skip():
                 continue
-            self.tried.add(found)
+            self.tried.add(candidate)
             self.left -= 1
-            if self.runs(found):
-                self.candidate = found
+            if self.runs(candidate):
+                self.candidate = candidate
                 return
             if not self.left:
                 return

@@ -19,15 +19,15 @@ Ids = tuple[int, ...]
 
 def swap_of(path: str | Path) -> dict[str, str]:
     """The words of a JSON file {word: word}.  Raises ConfigError for a file that is not one."""
-    wanted = 'give a JSON file such as {"he": "she", "she": "he"}'
+    hint = 'give a JSON file such as {"he": "she", "she": "he"}'
     try:
         words = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path} can't be read ({error.strerror}); {wanted}") from None
+        raise ConfigError(f"{path} can't be read ({error.strerror}); {hint}") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is not JSON ({error}); {wanted}") from None
+        raise ConfigError(f"{path} is not JSON ({error}); {hint}") from None
     if not (isinstance(words, dict) and all(isinstance(value, str) for value in words.values())):
-        raise ConfigError(f"{path} must be an object of texts, got {type(words).__name__}; {wanted}")
+        raise ConfigError(f"{path} must be an object of texts, got {type(words).__name__}; {hint}")
     check_words(words)
     return words
 
@@ -98,17 +98,17 @@ class SwappedText:
         while self._read < len(text):
             if self._may_begin(text):
                 return self._end(text)
-            found = self._found(text, self._read)
-            self.tokens += self.swap.table[found] if found else [text[self._read]]
-            self._read += max(1, len(found))
+            ids = self._found(text, self._read)
+            self.tokens += self.swap.table[ids] if ids else [text[self._read]]
+            self._read += max(1, len(ids))
         return []
 
     def _end(self, text: Sequence[int]) -> list[int]:
         end, at = list[int](), self._read
         while at < len(text):
-            found = self._found(text, at)
-            end += self.swap.table[found] if found else [text[at]]
-            at += max(1, len(found))
+            ids = self._found(text, at)
+            end += self.swap.table[ids] if ids else [text[at]]
+            at += max(1, len(ids))
         return end
 
     def _found(self, text: Sequence[int], at: int) -> Ids:

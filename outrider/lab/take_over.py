@@ -25,16 +25,16 @@ def eldest_child(draft: Draft, b: int, node: int) -> int | None:
 def own_rows(draft: Draft, vocabulary: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """Whether each id is inside the vocabulary [B, N]; and the index of its value in [B, N+1, V]: slot, parent's row,
     token."""
-    known = (draft.tokens >= 0) & (draft.tokens < vocabulary)
+    is_valid = (draft.tokens >= 0) & (draft.tokens < vocabulary)
     slots = torch.arange(len(draft.tokens), device=draft.tokens.device)[:, None]
-    return known, (slots, (draft.parents + 1).clamp(0, draft.tokens.shape[1]), draft.tokens.where(known, 0))
+    return is_valid, (slots, (draft.parents + 1).clamp(0, draft.tokens.shape[1]), draft.tokens.where(is_valid, 0))
 
 
 def possible(draft: Draft, logits: Tensor) -> list[list[bool]]:
     """Which nodes hold a token that a request allows, by the target's processed logits [B, N+1, V]."""
-    known, index = own_rows(draft, logits.shape[-1])
-    found: list[list[bool]] = (known & (logits[index] > -torch.inf)).tolist()
-    return found
+    is_valid, index = own_rows(draft, logits.shape[-1])
+    allowed: list[list[bool]] = (is_valid & (logits[index] > -torch.inf)).tolist()
+    return allowed
 
 
 def forced(draft: Draft, p: Tensor, taken: Sequence[Sequence[int]]) -> tuple[Draft, Tensor]:
@@ -75,8 +75,8 @@ def node_distances(draft: Draft, p: Tensor, is_by_q: bool) -> Tensor:
     if is_by_q and draft.q is not None and not draft.branches and draft.q.shape[-1] == p.shape[-1]:
         chain = Chain.of(draft, p)
         return (chain.q - p[:, :-1]).abs().sum(-1).double() / 2
-    known, index = own_rows(draft, p.shape[-1])
-    return 1 - torch.where(known, p[index], 0.0).double()
+    is_valid, index = own_rows(draft, p.shape[-1])
+    return 1 - torch.where(is_valid, p[index], 0.0).double()
 
 
 def distances_of(nodes: Tensor, emitted: Sequence[Sequence[int]], taken: Sequence[Sequence[int]]) -> Tensor:
@@ -85,12 +85,12 @@ def distances_of(nodes: Tensor, emitted: Sequence[Sequence[int]], taken: Sequenc
     nodes [B, N]; emitted: the nodes of each slot in order, the one that is its next token included.
     """
     width = max(map(len, emitted), default=0) + 1
-    found = nodes.new_zeros(len(emitted), width)
+    distances = nodes.new_zeros(len(emitted), width)
     for b, path in enumerate(emitted):
         for place, node in enumerate(path):
             if node in taken[b]:
-                found[b, place] = nodes[b, node]
-    return found
+                distances[b, place] = nodes[b, node]
+    return distances
 
 
 def _index(taken: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

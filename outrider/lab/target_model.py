@@ -48,8 +48,8 @@ class TargetModel(DraftModel):
 
     def terms(self, rows: Any, part: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         p = target.float().log_softmax(-1)
-        own = self.logits(rows.leaf(part)[..., self.target.spec.hidden :]).float().log_softmax(-1)
-        return {"ar": (p.exp() * (p - own)).sum(-1)}
+        log_p = self.logits(rows.leaf(part)[..., self.target.spec.hidden :]).float().log_softmax(-1)
+        return {"ar": (p.exp() * (p - log_p)).sum(-1)}
 
     def trained_target(self) -> Target:
         """The model as a target, with its own copy of the weights."""
@@ -90,11 +90,11 @@ class ProbedTargetModel(TargetModel):
         inputs: of these rows, those that `inputs` gives unless given."""
         if inputs is None:
             inputs = self.inputs(tokens, documents, at)
-        mask, stands = rows_of(documents, at, self.block, causal=self.is_causal)
+        mask, positions = rows_of(documents, at, self.block, causal=self.is_causal)
         source: Any = self.target
-        given = source.masked(None, mask, stands, stands)
+        inputs_of_pass = source.masked(None, mask, positions, positions)
         embedded = torch.cat([self.words(tokens), inputs], 1)
-        return causal_lm.states(self.lm, None, **given | {"use_cache": False, "inputs_embeds": embedded})
+        return causal_lm.states(self.lm, None, **inputs_of_pass | {"use_cache": False, "inputs_embeds": embedded})
 
     def predict(self, batch: Batch) -> Rows:
         anchors = sample_anchors(batch, self.config.anchors, 2, self.block)
@@ -104,13 +104,13 @@ class ProbedTargetModel(TargetModel):
 def rows_of(documents: Tensor, at: Tensor, count: int, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention mask [B, n, n] bool and positions [B, n] of texts, documents [B, S], and of `count` rows after each
     position `at` [B, A] of them, n = S + A * count; see `rows_after`."""
-    length, stands = documents.shape[1], positions(documents)
+    length, text_at = documents.shape[1], positions(documents)
     order = torch.arange(length, device=documents.device)
     text = (documents[:, :, None] == documents[:, None]) & (order[:, None] >= order)
     before = text.gather(1, at[..., None].expand(-1, -1, length))
-    mask, after = rows_after(before, stands.gather(1, at), count, causal=causal)
+    mask, after = rows_after(before, text_at.gather(1, at), count, causal=causal)
     mask = torch.cat([torch.nn.functional.pad(text, (0, after.shape[1])), mask], 1)
-    return mask, torch.cat([stands, after], 1)
+    return mask, torch.cat([text_at, after], 1)
 
 
 class Rows(DetachedRows):

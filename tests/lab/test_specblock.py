@@ -13,6 +13,7 @@ from outrider import generation
 from outrider.decoding.state import Request
 from outrider.generation import serve
 from outrider.lab.drafters import specblock
+from outrider.lab.drafters.specblock.rows import rollout
 from outrider.nn import blocks as layers
 from outrider.nn import heads
 from outrider.nn.drafting import trees
@@ -189,7 +190,7 @@ def test_served_logits_of_all_blocks_are_the_trained_ones(target, prompts, monke
             assert own
             for before, taken, leaf, logits in own[:: max(1, len(own) // 20)]:
                 batch = batch_of(target, model.taps, torch.tensor([[*before, *leaf, 0]]))
-                states = specblock.rollout(model, batch, torch.tensor([[len(before) - 2]]), taken)
+                states = rollout(model, batch, torch.tensor([[len(before) - 2]]), taken)
                 torch.testing.assert_close(model.logits(states[0, 0, -1]), logits, rtol=0, atol=1e-9)
 
 

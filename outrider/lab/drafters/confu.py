@@ -1,23 +1,21 @@
-"""ConFu: contemplate rows in the verified pass say where the target is heading, and an EAGLE-3 head drafts by that.
-(arXiv 2603.08899.)
+"""ConFu: extra rows in the verified pass predict where the target is heading, and guide an EAGLE-3 head.  (arXiv
+2603.08899.)
 
-Behind the anchor and every drafted node stand `rows` more, whose embeddings are learnt: a soft prompt, and last the
-contemplate token.  They see what that row sees, and each other up to themselves; no row of the text sees them, and none
-is cached, so the target's logits are its own.  The contemplate token's final state behind the last accepted token is
-the future f of the next draft: every step of it, from the first on, adds what a small network makes of its own state
-and f.
+The anchor and every drafted node are followed by `rows` rows with learnt embeddings: a soft prompt and then the
+contemplate token.  They see what their node sees and each other causally.  No row of the text sees them and they are
+not cached, so the target's logits do not change.  The contemplate token's final state after the last accepted token is
+the future f of the next draft: a small network of the step's state and f is added to the output of every step.
 
-Training goes through the frozen target: at drawn positions the rows are read behind the text again, and the draft's
+Training goes through the frozen target: at sampled positions the rows are read after the text again, and the draft's
 loss reaches their embeddings.  f of a position serves all steps of the rollout from there.  The rest is EAGLE-3's
 (arXiv 2503.01840): three taps, one layer, its own output fed back.
 
-Differs from the paper, whose code is not public: the soft prompt stands behind each row, not before the text; its
-embeddings are the same everywhere, without experts chosen by the last state; f joins a step's output, not its input,
-so keys of the text are the same for every draft; and there is none behind a prompt, so a text's first step drafts
-nothing.
+Differs from the paper, whose code is not public: the soft prompt follows each row and does not precede the text; its
+embeddings are the same everywhere, without experts chosen by the last state; f is added to a step's output, not its
+input, so keys of the text are the same for every draft; and prompts have none, so a text's first step drafts nothing.
 
-Use it where more rows in a pass cost nothing; on two cores they cost the most, and no more tokens were accepted than
-of EAGLE-3's.
+Use it if more rows in a pass are free.  On two cores they are the main cost, and the acceptance was no higher than
+EAGLE-3's.
 
 B live slots, N drafted nodes, A rollouts of a text, P rows of a probe, H hidden size.
 """
@@ -46,13 +44,13 @@ from outrider.targets.protocol import Target
 class Config(RecurrentConfig):
     kind: Literal["confu"] = "confu"
     taps: tuple[int, ...] | None = None
-    """Target layers it reads, counted from 0; three, low, middle and high, unless given."""
+    """Target layers it reads, counted from 0; by default three: low, middle and high."""
     rows: PositiveInt = 2
-    """Rows behind every row of the verified pass: a soft prompt of all but one, and the contemplate token."""
+    """Rows after every row of the verified pass: a soft prompt and, last, the contemplate token."""
 
 
 class Model(RecurrentModel, FusedTaps):
-    """EAGLE-3's head, the embeddings of the rows, and the network that joins f to a step's output."""
+    """EAGLE-3's head, the embeddings of the rows, and the network that adds f to a step's output."""
 
     def __init__(self, config: Config, target: Target):
         target.check_probe()
@@ -79,8 +77,8 @@ class Model(RecurrentModel, FusedTaps):
 
     def guide(self, batch: Batch, at: Tensor) -> Tensor:
         text = torch.arange(batch.tokens.shape[1], device=at.device)
-        own = batch.documents.gather(1, at)[..., None] == batch.documents[:, None]
-        probe = self.rows(own & (text <= at[..., None]), batch.positions.gather(1, at))
+        is_same_text = batch.documents.gather(1, at)[..., None] == batch.documents[:, None]
+        probe = self.rows(is_same_text & (text <= at[..., None]), batch.positions.gather(1, at))
         return self.target.read_probe(batch.tokens, batch.documents, probe)[:, self.config.rows - 1 :: self.config.rows]
 
     def guided(self, states: Tensor, guide: Tensor | None) -> Tensor:
@@ -89,7 +87,7 @@ class Model(RecurrentModel, FusedTaps):
         return states + self.join(torch.cat([self.state_norm(states), future], -1))
 
     def rows(self, mask: Tensor, depths: Tensor) -> Probe:
-        """The rows behind n others, which stand at depths [B, n] and see mask [B, n, K]; row for row, P = n * rows."""
+        """The rows after n others with depths [B, n] and mask [B, n, K], in their order; P = n * rows."""
         slots, count = depths.shape
         prompts = self.prompt.expand(slots, -1, -1).repeat(1, count, 1)
         return Probe(prompts, *rows_after(mask, depths, self.config.rows, causal=True))
@@ -102,7 +100,7 @@ build = Model.build
 
 
 class Confu(Drafter):
-    """Drafts as `RecurrentDrafter` does, which reads the pairs; asks the target's pass for f, and remembers it."""
+    """A `RecurrentDrafter` with a probe: it stores f from the target's pass for the next draft."""
 
     def __init__(self, model: Model):
         self.model, self.head = model, RecurrentDrafter(model)
@@ -124,7 +122,7 @@ class Confu(Drafter):
 
     def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
         assert memory.guide is not None
-        # no hidden state is 0 throughout, so 0 is the f of a slot that no pass has verified yet
+        # a hidden state is never all 0, so 0 marks a slot without a verified pass
         return self.head.propose(memory, state, budget * memory.guide[state.rows].any(-1).cpu())
 
     @torch.inference_mode()

@@ -112,8 +112,8 @@ class Model(DraftModel, MaskedModule):
         line = torch.arange(length, device=at.device)
         masks_at = batch.positions.gather(1, at)[..., None] + 1 + torch.arange(block, device=at.device)
         positions = torch.cat([batch.positions, masks_at.flatten(1)], 1)
-        own = batch.documents[:, None, :, None] == batch.documents[:, None, None]
-        text = nn.functional.pad((line <= line[:, None]) & own, (0, at.shape[1] * block))
+        is_same_text = batch.documents[:, None, :, None] == batch.documents[:, None, None]
+        text = nn.functional.pad((line <= line[:, None]) & is_same_text, (0, at.shape[1] * block))
         # a mask block begins one position after its anchor and attends to all before
         mask = torch.cat([text, block_mask(at + 1, length, block, batch.documents, live)], 2)
         return self(batch.tokens, positions, at.shape[1], mask)

@@ -1,26 +1,23 @@
-"""Graft: cut the unlikely nodes of a drafter, and verify nodes of a text index instead.  (arXiv 2605.20104.)
+"""Graft: cut the unlikely nodes of a drafter, and verify nodes from a text index instead.  (arXiv 2605.20104.)
 
-A node's score is the product of confidences along its path.  Nodes below a threshold are cut together with their
-descendants; a retriever fills the room, so that as many nodes are verified as before.  The threshold of every depth is
+A node's score is the product of confidences along its path.  Nodes below a threshold are cut with their descendants,
+and a retriever fills their place, so that the number of verified nodes stays the same.  The threshold of every depth is
 measured while decoding: the largest below which nodes were accepted at most `risk` of the time.  Every 16th step cuts
-nothing, so that this stays known.  A base that draws a chain token by token is stopped at its first cut node, and makes
-no pass for what would be cut.
+nothing, to keep measuring.  A base that draws a chain token by token stops before its first cut node.
 
-Retrieved nodes hang in two places: under the anchor, and under the tip, the last node of the draft's eldest path, after
-whose token the retriever looks up again.  A bandit splits the room between them by what was accepted
-(`policies.shares`).
+Retrieved nodes are attached under the anchor and under the tip, the last node of the path of first children, after
+which the retriever looks up again.  A bandit splits the nodes between the two by their acceptance (`policies.shares`).
 
-It is exact since a confidence is known before its node's token is drawn: whether a node stays depends on the tokens
-above it and on earlier steps, never on its own token.  A drawn node is never cut for its probability.  The confidence
-of a stopped chain's node is the probability of its likeliest token, known before the draw.  Where another draft has no
-confidences, a drawn node's is the probability of its q's likeliest token, whichever was drawn; deterministic nodes
-without confidences differ by their position in the draft alone.  Retrieved nodes are deterministic and younger than
-drawn siblings, so they may depend on drafted tokens.
+The output is exact because confidences are known before the tokens are drawn: whether a node stays depends on the
+tokens above it and on earlier steps, never on its own token.  In a stopped chain, the confidence is the probability of
+the likeliest token before the draw.  Without confidences, it is the probability of the likeliest token of the node's q,
+whichever was drawn; deterministic nodes without confidences differ only by their position in the draft.  Retrieved
+nodes are deterministic and come after drawn siblings, so they may depend on drafted tokens.
 
-Differs from the paper: trees, and blocks that one pass gives, are drafted whole before they are cut; the tip, where the
-paper looks up at the anchor alone.
+Differs from the paper: trees and blocks of one pass are drafted whole before they are cut; and nodes under the tip, as
+the paper looks up only at the anchor.
 
-Use it where verifying more nodes costs nothing; on two cores more was accepted, and no text was written sooner.
+Use it if verifying more nodes is free.  On two cores its acceptance was higher, but decoding was not faster.
 """
 
 from __future__ import annotations
@@ -54,15 +51,15 @@ class Config(Base):
     base: Choice = Field(default={"kind": "ngram"}, validate_default=True)
     """The drafter whose draft is cut: a kind with its settings, or the folder of a checkpoint."""
     retriever: Choice = Field(default={"kind": "recycle"}, validate_default=True)
-    """The drafter that fills the room: a kind with its settings."""
+    """The drafter that replaces cut nodes: a kind with its settings."""
     risk: Annotated[float, Field(ge=0, lt=1)] = 0.02
-    """Nodes are cut where such nodes were accepted at most this often, 0 to 1; 0 cuts nothing and only fills unused
-    room."""
+    """Nodes are cut if such nodes were accepted at most this often, 0 to 1; 0 cuts nothing and only fills unused
+    places."""
     nodes: PositiveInt | None = None
-    """Most nodes verified; as many as the base proposes unless given."""
+    """Most nodes verified; by default as many as the base proposes."""
     under: Literal["both", "anchor"] = "both"
-    """Where retrieved nodes hang: under the anchor and the end of the draft's eldest path, or under the `anchor` alone,
-    where those of a retriever that is no index of text hang in any case."""
+    """Where retrieved nodes are attached: under the anchor and the end of the path of first children, or only under the
+    `anchor`.  A retriever that is not a text index always attaches under the anchor."""
 
 
 @dataclass(kw_only=True)
@@ -71,11 +68,11 @@ class Memory(EnsembleMemory):
 
     worth: Worth
     shares: list[Shares]
-    """One bandit per slot, between tip and anchor; it ends with its request."""
+    """One bandit per slot, between tip and anchor, for the current request."""
     marks: list[list[Mark]] = field(default_factory=list)
-    """Of the base's nodes, in the step that is open."""
+    """Marks of the base's nodes in the current step."""
     retrieved: list[tuple[list[int], list[int]]] = field(default_factory=list)
-    """Of the step that is open, by slot: numbers of the nodes that hang under the tip, and under the anchor."""
+    """By slot, in the current step: numbers of the nodes under the tip, and under the anchor."""
 
 
 class Graft(Ensemble):
@@ -95,8 +92,8 @@ class Graft(Ensemble):
         draft = self._under_tip(memory, state, draft, budget)
         tips = draft.live
         has_room = torch.tensor([size < most for size, most in zip(tips, budget.tolist(), strict=True)])
-        found = self.ask(memory, RETRIEVER, state, budget.clamp(max=self.limits[RETRIEVER]) * has_room)
-        draft = self.join(memory, RETRIEVER, draft, found, budget, state.seeded)
+        retrieved = self.ask(memory, RETRIEVER, state, budget.clamp(max=self.limits[RETRIEVER]) * has_room)
+        draft = self.join(memory, RETRIEVER, draft, retrieved, budget, state.seeded)
         memory.retrieved = [
             (list(range(begin, middle)), list(range(middle, end)))
             for begin, middle, end in zip(cut, tips, draft.live, strict=True)
@@ -104,18 +101,21 @@ class Graft(Ensemble):
         return draft
 
     def _cut(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
-        """The base's nodes that stay."""
+        """The base's draft without the cut nodes."""
         limit = budget.clamp(max=self.limits[BASE])
         ending = Ending(memory.worth, limit.tolist())
         whole = self.ask(memory, BASE, state, limit, ending)
         marks = ending.marks if ending.was_asked else marks_of(whole)
-        memory.marks = [own[:size] for own, size in zip(marks, whole.live, strict=True)]
-        remaining = [memory.worth.staying(own, above) for own, above in zip(memory.marks, whole.tree, strict=True)]
+        memory.marks = [node_marks[:size] for node_marks, size in zip(marks, whole.live, strict=True)]
+        remaining = [
+            memory.worth.staying(node_marks, parents)
+            for node_marks, parents in zip(memory.marks, whole.tree, strict=True)
+        ]
         nothing = Draft.empty(len(state.rows), state.device)
         return self.join(memory, BASE, nothing, whole.only(remaining), budget, state.seeded)
 
     def _under_tip(self, memory: Memory, state: DecodeState, draft: Draft, budget: Tensor) -> Draft:
-        """The draft, and what the retriever finds after its eldest path; no part has these nodes for its own."""
+        """The draft with nodes retrieved after its path of first children; they belong to no part."""
         tips = [draft.first_children(b) for b in range(len(state.rows))]
         most = [
             memory.shares[row].split(room)[TIP] if tip else 0
@@ -124,30 +124,30 @@ class Graft(Ensemble):
         if self.config.under == "anchor" or not any(most):
             return draft
         paths = [[draft.ids[b][n] for n in tip] for b, tip in enumerate(tips)]
-        found = self.drafters[RETRIEVER].look_up(memory.parts[RETRIEVER], state, paths, torch.tensor(most))
-        if found is None or not any(found.live):
+        retrieved = self.drafters[RETRIEVER].look_up(memory.parts[RETRIEVER], state, paths, torch.tensor(most))
+        if retrieved is None or not any(retrieved.live):
             return draft
-        ids = [[*path, *found.ids[b][: found.live[b]]] for b, path in enumerate(paths)]
-        above = [
-            [*range(-1, len(path) - 1), *(len(path) + n if n >= 0 else len(path) - 1 for n in found.tree[b][:size])]
-            for b, (path, size) in enumerate(zip(paths, found.live, strict=True))
+        ids = [[*path, *retrieved.ids[b][: retrieved.live[b]]] for b, path in enumerate(paths)]
+        parents = [
+            [*range(-1, len(path) - 1), *(len(path) + n if n >= 0 else len(path) - 1 for n in retrieved.tree[b][:size])]
+            for b, (path, size) in enumerate(zip(paths, retrieved.live, strict=True))
         ]
-        sizes, device = torch.tensor([len(own) for own in ids]), state.device
-        hung = Draft(padded(ids, 0, device), padded(above, -1, device), sizes)
+        sizes, device = torch.tensor([len(tokens) for tokens in ids]), state.device
+        hung = Draft(padded(ids, 0, device), padded(parents, -1, device), sizes)
         return merged(draft, hung, draft.sizes + torch.tensor(most))[0]
 
     def observe(self, memory: Memory, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
         (nodes, paths), _ = self.tell(memory, state, draft, accepted, scores)
-        # a slot that ended inside its block did not show what it would have accepted
+        # for a slot that ended within its draft, the acceptance of later nodes is unknown
         slots = [b for b, token in enumerate(accepted.next_tokens) if token >= 0]
         memory.worth.learn([(memory.marks[b][n], n in paths[b]) for b in slots for n in nodes[b]])
         for b in slots if memory.retrieved else []:
             numbers = range(draft.live[b]) if draft.origin is None else draft.origin[b, : draft.live[b]].tolist()
             at = {number: n for n, number in enumerate(numbers)}
-            known = [[number for number in own if number in at] for own in memory.retrieved[b]]
+            verified = [[number for number in part if number in at] for part in memory.retrieved[b]]
             memory.shares[state.rows[b]].learn(
-                [list(range(len(own))) for own in known],
-                [[n for n, number in enumerate(own) if at[number] in accepted.paths[b]] for own in known],
+                [list(range(len(part))) for part in verified],
+                [[n for n, number in enumerate(part) if at[number] in accepted.paths[b]] for part in verified],
             )
         memory.marks, memory.retrieved = [], []
 
@@ -161,11 +161,11 @@ class Graft(Ensemble):
 
 
 TIP = 0
-"""The part of `Shares` that hangs under the tip; the other one hangs under the anchor."""
+"""The part of `Shares` for nodes under the tip; the other is for those under the anchor."""
 EXPLORE = 0.1
-"""Weight of the bandit's confidence bound, as `mix` has it."""
+"""Weight of the bandit's confidence bound, as in `mix`."""
 Mark = tuple[int, int]
-"""A node's depth, and its score in half powers of 1/2: 0 is likely, `BINS` - 1 is hardly possible."""
+"""A node's depth and its score as a bin: from 0, likely, in half powers of 1/2 to `BINS` - 1, very unlikely."""
 BINS = 25
 
 
@@ -173,17 +173,17 @@ class Ending:
     """Ends a chain before the first node that would be cut; see `Stop`."""
 
     def __init__(self, worth: Worth, most: Sequence[int]):
-        """most: nodes of each slot."""
+        """most: most nodes of each slot."""
         self.worth, self.most = worth, most
         self.marks: list[list[Mark]] = [[] for _ in most]
-        """Of every node that was drafted."""
+        """Marks of all drafted nodes, by slot."""
         self.scores = [0.0] * len(most)
         self.live = [size > 0 for size in most]
         self.was_asked = False
 
     @property
     def sizes(self) -> Tensor:
-        return torch.tensor([len(own) for own in self.marks])
+        return torch.tensor([len(marks) for marks in self.marks])
 
     def draws(self, sure: Tensor) -> bool:
         self.was_asked = True
@@ -200,7 +200,7 @@ class Ending:
         return any(map(self._goes_on, range(len(self.most))))
 
     def _goes_on(self, b: int) -> bool:
-        """Whether a node after the last one would stay, were its confidence 1."""
+        """Whether a node after the last one would stay if its confidence were 1."""
         return self.live[b] and len(self.marks[b]) < self.most[b] and self.worth.stays(self._next(b))
 
     def _next(self, b: int) -> Mark:
@@ -217,23 +217,22 @@ def _bin(score: float) -> int:
 
 
 def marks_of(draft: Draft) -> list[list[Mark]]:
-    """Marks of a draft's live nodes, known before they are drawn; where there is no score, the depth is the node's
-    number."""
-    known = draft.confidence
-    if known is None:
+    """Marks of a draft's live nodes, independent of their tokens.  Without scores, the depth is the node's number."""
+    confidence = draft.confidence
+    if confidence is None:
         if draft.q is None:
             return [[(n, 0) for n in range(size)] for size in draft.live]
-        known = draft.q.amax(-1)  # of the distribution it was drawn from, whichever token was
-    found = []
-    for parents, size, row in zip(draft.tree, draft.live, _logs(known), strict=True):
+        confidence = draft.q.amax(-1)  # of q, whichever token was drawn
+    all_marks = []
+    for parents, size, row in zip(draft.tree, draft.live, _logs(confidence), strict=True):
         marks: list[Mark] = []
         scores: list[float] = []
         for n in range(size):
             depth, score = (marks[parents[n]][0] + 1, scores[parents[n]]) if parents[n] >= 0 else (0, 0.0)
             scores.append(score + row[n])
             marks.append((depth, _bin(scores[-1])))
-        found.append(marks)
-    return found
+        all_marks.append(marks)
+    return all_marks
 
 
 class Worth:
@@ -242,7 +241,7 @@ class Worth:
     EXPLORE = 16
     """Steps between two that cut nothing."""
     WINDOW = 2048.0
-    """Tests of a depth and score after which counts have faded to 1/e."""
+    """Tests of a depth and score after which counts have decayed to 1/e."""
 
     def __init__(self, risk: float):
         self.risk = risk
@@ -252,7 +251,7 @@ class Worth:
         """By depth: the first bin that is cut."""
 
     def staying(self, marks: Sequence[Mark], parents: Sequence[int]) -> list[int]:
-        """The nodes that are verified, with all nodes above them."""
+        """The nodes that stay: those whose ancestors all stay."""
         staying = [-1]
         for n, mark in enumerate(marks):
             if parents[n] in staying and self.stays(mark):
@@ -260,7 +259,7 @@ class Worth:
         return staying[1:]
 
     def stays(self, mark: Mark) -> bool:
-        """Whether a node of this depth and score is verified, if those above it are."""
+        """Whether a node of this depth and score stays if its ancestors do."""
         depth, score = mark
         return self.num_steps % self.EXPLORE == 0 or score < self.first_cut.get(depth, BINS)
 
@@ -275,8 +274,8 @@ class Worth:
             self.first_cut[depth] = self._lowest_cut(depth)
 
     def _lowest_cut(self, depth: int) -> int:
-        """The first bin from which on nodes are accepted at most `risk` of the time; one more accepted node is
-        assumed."""
+        """The first bin from which on nodes are accepted at most `risk` of the time, with one accepted node added to
+        the counts."""
         cumulative = (accumulate(reversed(counts[depth])) for counts in (self.tests, self.accepted))
         shares = [(accepted + 1) / (tests + 1) for tests, accepted in zip(*cumulative, strict=True)]
         return min((BINS - 1 - n for n, share in enumerate(shares) if share <= self.risk), default=BINS)

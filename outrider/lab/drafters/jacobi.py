@@ -1,17 +1,16 @@
-"""Jacobi decoding: the target's own passes refine a window of guesses.  (Santilli et al. 2305.10427; sampled:
-2410.01699.)
+"""Jacobi decoding: the target's own passes refine a window of guesses.  (arXiv 2305.10427; sampled: 2410.01699.)
 
-After the first rejection a verified pass still predicts what would follow each guess.  Shifted by the accepted tokens,
-those rows are the next window: their likeliest tokens at temperature 0, draws from them above it.  New guesses at the
-window's end, and further branches, come from a pool of n-grams of the text and of earlier windows (lookahead decoding,
-Fu et al. 2402.02057).  Rows after a wrong guess are wrong themselves: where the pool knows the text's end, the whole
-window comes from the pool.  Needs no model and no training.
+After the first rejection, a verified pass still predicts what would follow each guess.  Shifted by the accepted tokens,
+those rows give the next window: their likeliest tokens at temperature 0, else draws.  New guesses at the window's end,
+and further branches, come from a pool of n-grams of the text and of earlier windows (lookahead decoding, arXiv
+2402.02057).  Rows after a wrong guess are likely wrong too, so if the pool has the text's end, the whole window comes
+from the pool.  Needs no model and no training.
 
-Differs from both: the window is one chain, without lookahead's second dimension.  Guesses are drawn again in every
-step, also those that were not verified: they decided what q is, and a policy may know what became of them.
+Differs from the papers: the window is one chain, without lookahead's second dimension.  Guesses are drawn anew in every
+step, also those that were not verified, since q depended on them and a policy may have seen their outcome.
 
-Use it where nothing can be trained and there are no texts to look up in: of the kinds that need neither, most was
-accepted of it on the demo target.
+Use it if nothing can be trained and there are no texts to look up in: on the demo target it had the highest acceptance
+of the kinds that need neither.
 
 B live slots, N drafted nodes, V vocabulary, m rows of the last pass that can still be used.
 """
@@ -42,17 +41,16 @@ from outrider.targets.protocol import Target
 class Config(Base):
     kind: Literal["jacobi"] = "jacobi"
     window: PositiveInt = 8
-    """Guesses per step, one after the other."""
+    """Guesses per step."""
     init: Literal["ngram", "repeat"] = "ngram"
-    """New guesses: `ngram` takes what followed the last tokens in the pool, or repeats the last token where it knows
-    nothing; `repeat` always repeats it.  Where the pool knows the text's last `ngram` - 1 tokens, it gives all
-    guesses."""
+    """New guesses: `ngram` takes what followed the last tokens in the pool, else repeats the last token; `repeat`
+    always repeats it.  If the pool has the text's last `ngram` - 1 tokens, all guesses come from it."""
     ngram: Annotated[int, Field(ge=2)] = 4
-    """Tokens of the longest n-gram in the pool, the one that follows included."""
+    """Longest n-gram in the pool, in tokens, including the one that follows."""
     pool: PositiveInt = 8192
-    """Beginnings of n-grams in a slot's pool; the oldest is removed first."""
+    """Most beginnings of n-grams in a slot's pool; the oldest are removed."""
     branches: NonNegativeInt = 0
-    """N-grams of the pool that are verified besides the window, as branches of a tree."""
+    """N-grams of the pool that are also verified, as branches of a tree."""
 
 
 class Slot:
@@ -108,11 +106,8 @@ class Jacobi(RequestDrafter[Slot]):
         if draft.tokens.shape[1]:
             best = (scores.logits.argmax(-1) if scores.choice is None else scores.choice).tolist()
         for b, row in enumerate(state.rows):
-            slot, count, trunk = (
-                self.of(memory, state, row),
-                len(accepted.paths[b]),
-                _trunk(draft.tree[b][: draft.live[b]]),
-            )
+            slot, count = self.of(memory, state, row), len(accepted.paths[b])
+            trunk = _trunk(draft.tree[b][: draft.live[b]])
             slot.forget()
             if accepted.next_tokens[b] < 0 or trunk <= count:
                 continue
@@ -128,8 +123,7 @@ class Jacobi(RequestDrafter[Slot]):
     def _carried(
         self, slots: list[Slot], state: DecodeState, sizes: list[int]
     ) -> tuple[list[list[int]], Tensor | None]:
-        """Each slot's guesses from the rows of its last pass, and their q [B, m, V]; None where they are
-        deterministic."""
+        """Each slot's guesses from the rows of its last pass, and their q [B, m, V]; None if they are deterministic."""
         counts = [min(len(slot.best), size) for slot, size in zip(slots, sizes, strict=True)]
         deepest = max(counts)
         if not deepest or (state.judge.temperature is None and not state.judge.bans):
@@ -139,39 +133,39 @@ class Jacobi(RequestDrafter[Slot]):
             (some if slot.logits is None else slot.logits)[:count] for slot, count in zip(slots, counts, strict=True)
         ]
         drawn = serving.side_by_side(pad_sequence(rows, batch_first=True), torch.tensor(counts), state)
-        return [own[:count] for own, count in zip(drawn.ids, counts, strict=True)], drawn.q
+        return [tokens[:count] for tokens, count in zip(drawn.ids, counts, strict=True)], drawn.q
 
     def _filled(self, slot: Slot, text: list[int], guesses: list[int], size: int, prefix: Prefix | None) -> list[int]:
-        """The guesses, followed by new ones.  prefix: of a slot that makes tokens impossible."""
+        """The guesses, followed by new ones.  prefix: of a slot with banned tokens, else None."""
         before = text[-self.config.ngram :]
-        found = list(guesses)
-        while len(found) < size:
-            tail = [*before, *found]
+        tokens = list(guesses)
+        while len(tokens) < size:
+            tail = [*before, *tokens]
             likely = slot.pool.after(tail) if self.config.init == "ngram" else []
-            found.append(self._possible([*likely, tail[-1]], tuple(found), prefix))
-        return found
+            tokens.append(self._possible([*likely, tail[-1]], tuple(tokens), prefix))
+        return tokens
 
     def _possible(self, tokens: list[int], path: tuple[int, ...], prefix: Prefix | None) -> int:
-        """The first of these that may follow the path, or the first that may at all."""
+        """The first of these tokens that may follow the path, else the first token that may."""
         if prefix is None:
             return tokens[0]
         may_follow = prefix.possible(path, self.vocabulary)
         return next((token for token in tokens if bool(may_follow[token])), int(may_follow.int().argmax()))
 
     def _branches(self, slot: Slot, text: list[int], trunk: list[int], room: int) -> list[tuple[int, int]]:
-        """Tokens and parents of n-grams that begin at the anchor as the trunk does not; most likely first."""
-        found: list[tuple[int, int]] = []
+        """Tokens and parents of n-grams after the anchor that begin unlike the trunk; most likely first."""
+        nodes: list[tuple[int, int]] = []
         if not self.config.branches or room < 1:
-            return found
+            return nodes
         before = text[-self.config.ngram :]
         others = [token for token in slot.pool.after(before) if token != trunk[0]]
         for first in others[: self.config.branches]:
             path = [first]
             while len(path) < self.config.ngram - 1 and (likely := slot.pool.after([*before, *path])):
                 path.append(likely[0])
-            at = len(trunk) + len(found)
-            found += zip(path, [-1, *range(at, at + len(path) - 1)], strict=True)
-        return found[:room]
+            at = len(trunk) + len(nodes)
+            nodes += zip(path, [-1, *range(at, at + len(path) - 1)], strict=True)
+        return nodes[:room]
 
 
 def _full_q(draft: Draft, q: Tensor, drawn: list[int]) -> Tensor:
@@ -179,8 +173,8 @@ def _full_q(draft: Draft, q: Tensor, drawn: list[int]) -> Tensor:
     deterministic."""
     width, device = draft.tokens.shape[1], q.device
     is_drawn = torch.arange(width, device=device) < torch.tensor(drawn, device=device)[:, None]
-    known = torch.nn.functional.pad(q, (0, 0, 0, width - q.shape[1]))
-    return repaired_q(known, draft.tokens, torch.ones_like(is_drawn), is_drawn)
+    padded_q = torch.nn.functional.pad(q, (0, 0, 0, width - q.shape[1]))
+    return repaired_q(padded_q, draft.tokens, torch.ones_like(is_drawn), is_drawn)
 
 
 def _trunk(parents: Sequence[int]) -> int:

@@ -104,9 +104,9 @@ class JacobiDenoising(Drafter):
         window, device = self.config.window, state.device
         tokens, levels, positions = [], [], []
         for row, drafted in zip(state.rows, draft.live, strict=True):
-            own, level = self._noised(memory[row], drafted)
-            tokens.append(own)
-            levels.append(level)
+            slot_tokens, slot_levels = self._noised(memory[row], drafted)
+            tokens.append(slot_tokens)
+            levels.append(slot_levels)
             positions.append([(len(state.tokens[row]) + drafted + j) % window for j in range(window)])
         mask, depths = draft.rows()
         last = to_device(draft.live, device)
@@ -124,8 +124,8 @@ class JacobiDenoising(Drafter):
         for b, row in enumerate(state.rows):
             count, drafted = len(accepted.paths[b]), draft.live[b]
             window = memory[row]
-            known = [] if window is None else window.levels[: drafted + self.limit]
-            levels = [*known, *[most] * (drafted + self.limit - len(known))]
+            old_levels = [] if window is None else window.levels[: drafted + self.limit]
+            levels = [*old_levels, *[most] * (drafted + self.limit - len(old_levels))]
             logits = torch.cat([scores.logits[b, count + 1 : drafted + 1], probed[b]])
             # the next token stands at the first place that was not accepted; the last row predicts a new one
             later = [max(0, level - 1) for level in [*levels[count + 1 :], most]]

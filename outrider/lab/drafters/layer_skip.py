@@ -52,8 +52,8 @@ LENGTH, MIN_CONFIDENCE = 6, 0.4
 class Config(Base):
     kind: Literal["layer_skip"] = "layer_skip"
     file: str | None = None
-    """A file that `outrider lab layers` saved; it names what is left out, and length and min_confidence unless these are
-    given."""
+    """A file that `outrider lab layers` saved; it names what is left out, and length and min_confidence unless these
+    are given."""
     skip_attention: tuple[NonNegativeInt, ...] | None = None
     """Layers whose attention is left out, counted from 0; every second layer is left out whole where nothing is
     given."""
@@ -73,9 +73,9 @@ class Config(Base):
 
     @model_validator(mode="after")
     def _is_one_set(self) -> Config:
-        given = [name for name in ("skip_attention", "skip_mlp", "exit_layer") if getattr(self, name) is not None]
-        if self.file is not None and given:
-            raise ValueError(f"file and {' and '.join(given)} both name what is left out; give one of them")
+        settings = [name for name in ("skip_attention", "skip_mlp", "exit_layer") if getattr(self, name) is not None]
+        if self.file is not None and settings:
+            raise ValueError(f"file and {' and '.join(settings)} both name what is left out; give one of them")
         return self
 
 
@@ -107,19 +107,19 @@ class LayerSkip(Drafter):
     def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
         sampler, sureness = Sampler(state), list[Tensor]()
         sizes = torch.zeros_like(budget)
-        goes_on, own = torch.ones_like(budget, dtype=torch.bool), state.anchor
+        goes_on, token = torch.ones_like(budget, dtype=torch.bool), state.anchor
         memory.skip, memory.passes = self.skip if self.search is None else self.search.next(), 0
         with self.target.skipping(memory.skip, memory.cache, state.rows) as read:
             for depth in range(int(budget.max())):
                 memory.passes += 1
-                logits = state.judge.masked(read(own[:, None])[:, -1], sampler.tokens)
+                logits = state.judge.masked(read(token[:, None])[:, -1], sampler.tokens)
                 sure = probability(logits)
                 # known before this position's token is drawn, so that a draft's end does not depend on it
                 goes_on &= (sure >= self.min_confidence).cpu() & (depth < budget)
                 if not goes_on.any():
                     break
                 sizes += goes_on
-                own = sampler.draw(logits)
+                token = sampler.draw(logits)
                 sureness.append(sure)
         return sampler.draft(sizes, torch.stack(sureness, 1) if sureness else None)
 
@@ -152,10 +152,10 @@ def _saved(path: str, target: Target) -> tuple[Skip, int, float]:
     """Sublayers, length and min_confidence of a saved set.  Raises CheckpointError for a file that is missing, damaged
     or another target's."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        skip = Skip(*(frozenset(map(int, found[name])) for name in ("skip_attention", "skip_mlp")))
-        saved = skip, int(found["length"]), float(found["min_confidence"])
-        name, weights_hash = found["target"], found["weights_hash"]
+        fields = json.loads(Path(path).read_text(encoding="utf-8"))
+        skip = Skip(*(frozenset(map(int, fields[name])) for name in ("skip_attention", "skip_mlp")))
+        saved = skip, int(fields["length"]), float(fields["min_confidence"])
+        name, weights_hash = fields["target"], fields["weights_hash"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"can't read a set of sublayers from {path} ({type(error).__name__}: {error}); "
@@ -179,8 +179,8 @@ def _chosen(config: Config, target: Target, possible: Skip) -> Skip:
     if config.exit_layer is None and set(named.values()) == {None}:
         return every_second(layers, possible)
     sets = []
-    for (name, given), allowed in zip(named.items(), (possible.attention, possible.mlp), strict=True):
-        wrong = sorted(set(given or ()) - allowed)
+    for (name, indices), allowed in zip(named.items(), (possible.attention, possible.mlp), strict=True):
+        wrong = sorted(set(indices or ()) - allowed)
         if wrong:
             raise DrafterError(
                 f"{name} names layer {wrong[0]}, which {target.spec.name} needs; choose from {listed(allowed)}"
@@ -192,5 +192,5 @@ def _chosen(config: Config, target: Target, possible: Skip) -> Skip:
                 "a higher "
                 f"one"
             )
-        sets.append(frozenset(given or ()) | frozenset(skipped))
+        sets.append(frozenset(indices or ()) | frozenset(skipped))
     return Skip(*sets)

@@ -115,13 +115,13 @@ class Model(DraftModel):
     def forward(self, context: Tensor) -> Tensor:
         """States [..., H] before the target's head, of contexts [..., n]."""
         words = self.word(self.target.embed(context[..., 0]).to(self.dtype))
-        found: Tensor = self.norm(self.ngrams(words, stopped(context, self.config.boundaries)))
-        return found
+        states: Tensor = self.norm(self.ngrams(words, stopped(context, self.config.boundaries)))
+        return states
 
     def read(self, tokens: Tensor, documents: Tensor) -> Tensor:
         """States [B, S, H] after every token of texts [B, S]."""
-        found: Tensor = self(shifted(tokens, self.config.order, documents))
-        return found
+        states: Tensor = self(shifted(tokens, self.config.order, documents))
+        return states
 
     def predict(self, batch: Batch) -> TokenRows:
         return TokenRows(self, batch)

@@ -78,18 +78,18 @@ class PatchDiffusion(Drafter):
             torch.ones(1, width, width, dtype=torch.bool, device=device), torch.arange(width, device=device)[None]
         )
         tokens = torch.full((rows, self.limit), self.mask_token, device=device)
-        is_open, found = torch.ones_like(tokens, dtype=torch.bool), None
+        is_open, filled = torch.ones_like(tokens, dtype=torch.bool), None
         for more in reversed(range(self.passes)):
             with stale.reading_on(self.target, cache, state.rows) as read:
                 logits = read(torch.cat([state.anchor[:, None], tokens], 1), block)[:, 1:]
-            found = logits if found is None else torch.where(is_open[..., None], logits, found)
+            filled = logits if filled is None else torch.where(is_open[..., None], logits, filled)
             if not more:
                 break
             chosen = surest(logits.masked_fill(~is_open[..., None], -torch.inf), -(-self.limit // self.passes))
             tokens = torch.where(chosen & is_open, logits.argmax(-1), tokens)
             is_open = is_open & ~chosen
-        assert found is not None
-        return found
+        assert filled is not None
+        return filled
 
 
 def surest(logits: Tensor, count: int) -> Tensor:
@@ -129,9 +129,9 @@ class TargetModel(target_model.TargetModel):
         length, width = tokens.shape[1], self.block + 1
         mask, positions = target_model.rows_of(documents, at, width, causal=False)
         columns = at[..., None] + 1 + torch.arange(width, device=at.device)
-        known = tokens.gather(1, columns.flatten(1).clamp(max=length - 1)).view(columns.shape)
-        masked = torch.ones_like(known[..., 1:], dtype=torch.bool) if inputs is None else inputs
-        block = torch.cat([known[..., :1], known[..., 1:].masked_fill(masked, self.mask_token)], -1)
+        text_tokens = tokens.gather(1, columns.flatten(1).clamp(max=length - 1)).view(columns.shape)
+        masked = torch.ones_like(text_tokens[..., 1:], dtype=torch.bool) if inputs is None else inputs
+        block = torch.cat([text_tokens[..., :1], text_tokens[..., 1:].masked_fill(masked, self.mask_token)], -1)
         with byte_patches.held(width * at.shape[1]):
             both = torch.cat([tokens, block.flatten(1)], 1)
             states = causal_lm.states(self.lm, both, attention_mask=mask[:, None], position_ids=positions)

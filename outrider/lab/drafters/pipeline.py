@@ -99,10 +99,10 @@ class Model(DraftModel):
         rows = [self.layer.input_layernorm(words), self.layer.hidden_norm(features.flatten(1, 2))]
         keys = self.layer.self_attn.keys_values(torch.cat(rows, -1), rotary(every, self.shape))
         kind = self.kind(torch.zeros_like(at), fill)
-        own = features[torch.arange(len(at), device=at.device)[:, None], kind, at]
+        pair_features = features[torch.arange(len(at), device=at.device)[:, None], kind, at]
         mask = self.mask(batch.documents, at, fill).flatten(2)[:, None]
-        stands = batch.positions.gather(1, at)
-        return self.step(tokens.gather(1, at), own, stands, lambda q, *_: attention(q, *keys, mask))
+        positions = batch.positions.gather(1, at)
+        return self.step(tokens.gather(1, at), pair_features, positions, lambda q, *_: attention(q, *keys, mask))
 
     def kind(self, back: Tensor, fill: Tensor) -> Tensor:
         """Index of the kind of feature that the pair so many places back has where `fill` tokens are in flight."""
@@ -114,9 +114,9 @@ class Model(DraftModel):
         """What the pairs at `at` [B, A] attend to, [B, A, K, P] bool: earlier pairs of their own text and themselves,
         each with the feature that is known of it."""
         back = at[..., None] - torch.arange(documents.shape[1] - 1, device=at.device)
-        own = (back >= 0) & (documents.gather(1, at)[..., None] == documents[:, None, :-1])
+        is_before = (back >= 0) & (documents.gather(1, at)[..., None] == documents[:, None, :-1])
         kinds = torch.arange(len(self.kinds), device=at.device)[:, None]
-        return own[:, :, None] & (self.kind(back, fill[..., None])[:, :, None] == kinds)
+        return is_before[:, :, None] & (self.kind(back, fill[..., None])[:, :, None] == kinds)
 
     def predict(self, batch: Batch) -> Rows:
         return Rows(self, batch)
@@ -129,7 +129,7 @@ build = Model.build
 
 
 def _ends(layers: int, stages: int) -> list[int]:
-    return [own.stop for own in ranges(layers, stages)]
+    return [layers_of_stage.stop for layers_of_stage in ranges(layers, stages)]
 
 
 def _taps(ends: Sequence[int]) -> tuple[int, ...]:
@@ -155,22 +155,24 @@ class Pipeline(PairDrafter, PipelineDrafter):
 
     def draft(self, memory: FeatureMemory, state: DecodeState, sizes: Tensor) -> Draft:
         states, tokens, counts = memory.features.take_with_tokens(state.rows, state)
-        found = self._read(memory, state.rows, tokens, self.model.features(states), counts)
-        last = found[range(len(counts)), [max(count - 1, 0) for count in counts]]
+        outputs = self._read(memory, state.rows, tokens, self.model.features(states), counts)
+        last = outputs[range(len(counts)), [max(count - 1, 0) for count in counts]]
         sampler = Sampler(state)
         sampler.next(self.model.logits(last))
         return sampler.draft(sizes.clamp(max=1) * (torch.tensor(counts) > 0))
 
     @torch.inference_mode()
-    def guess(self, memory: Any, state: DecodeState, tokens: Sequence[int], known: Sequence[Tensor]) -> Tensor | None:
+    def guess(
+        self, memory: Any, state: DecodeState, tokens: Sequence[int], flight_taps: Sequence[Tensor]
+    ) -> Tensor | None:
         states, before, [count] = memory.features.take_with_tokens([0], state)
         if not count + len(tokens):
             return None
-        features = torch.cat([self.model.features(own) for own in (states, *known) if own.shape[1]], 1)
+        features = torch.cat([self.model.features(part) for part in (states, *flight_taps) if part.shape[1]], 1)
         ids = torch.cat([before, torch.tensor([list(tokens)], dtype=torch.int64, device=state.device)], 1)
         with prepacked.enabled():
-            found = self._read(memory, [0], ids, features, [count])
-            return self.model.logits(found[:, -1])
+            outputs = self._read(memory, [0], ids, features, [count])
+            return self.model.logits(outputs[:, -1])
 
     def read(self, memory: FeatureMemory, row: int, state: DecodeState) -> None:
         states, tokens, counts = memory.features.take_with_tokens([row], state, leave=1)
@@ -183,9 +185,9 @@ class Pipeline(PairDrafter, PipelineDrafter):
         cache = memory.kv_cache
         cache.open(rows, tokens.shape[1])
         mask = cache.mask(None, self.model.dtype)
-        found: Tensor = self.model.step(tokens, features, cache.positions(), attending(mask, cache))
+        outputs: Tensor = self.model.step(tokens, features, cache.positions(), attending(mask, cache))
         cache.append(counts)
-        return found
+        return outputs
 
 
 # ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────

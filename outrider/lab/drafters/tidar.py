@@ -67,13 +67,13 @@ class Tidar(Drafter):
 
     @torch.inference_mode()
     def propose(self, memory: list[Tensor | None], state: DecodeState, budget: Tensor) -> Draft:
-        found = [memory[row] for row in state.rows]
-        sizes = budget * torch.tensor([own is not None for own in found])
+        stored = [memory[row] for row in state.rows]
+        sizes = budget * torch.tensor([states is not None for states in stored])
         if not sizes.any():
-            return Draft.empty(len(found), state.device)
-        some = next(own for own in found if own is not None)
-        states = torch.stack([torch.zeros_like(some) if own is None else own for own in found])
-        logits = self.target.head(states[:, : int(sizes.max())])
+            return Draft.empty(len(stored), state.device)
+        some = next(states for states in stored if states is not None)
+        stacked = torch.stack([torch.zeros_like(some) if states is None else states for states in stored])
+        logits = self.target.head(stacked[:, : int(sizes.max())])
         return serving.possible(serving.side_by_side(logits, sizes, state), state)
 
     @torch.inference_mode()

@@ -83,7 +83,7 @@ class Counterfactual(LossyRule):
 
     def __call__(self, draft: Draft, p: Tensor, streams: Streams) -> Accepted:
         scores, divergences = self._scores(draft)
-        walks = [self._walk(draft, b, own) for b, own in enumerate(scores)]
+        walks = [self._walk(draft, b, slot_scores) for b, slot_scores in enumerate(scores)]
         paths, is_whole = [path for path, _ in walks], [whole for _, whole in walks]
         every = torch.arange(len(paths), device=p.device)
         ends = torch.tensor([path[-1] + 1 if path else 0 for path in paths], device=p.device)
@@ -99,12 +99,12 @@ class Counterfactual(LossyRule):
         rows, texts, logits = self._verified
         if not draft.tokens.shape[1]:
             return [[] for _ in rows], [[] for _ in rows]
-        own = logits if self._plain is None else self._plain.read(rows, texts, draft)
-        allowed = torch.tensor(possible(draft, logits), device=own.device)
-        scores = torch.where(allowed, log_probs(own)[own_rows(draft, own.shape[-1])[1]], -torch.inf)
+        plain_logits = logits if self._plain is None else self._plain.read(rows, texts, draft)
+        allowed = torch.tensor(possible(draft, logits), device=plain_logits.device)
+        scores = torch.where(allowed, log_probs(plain_logits)[own_rows(draft, plain_logits.shape[-1])[1]], -torch.inf)
         divergences = torch.zeros_like(scores)
         if self._swapped is not None:
-            divergences = jensen_shannon(own[:, 1:], self._swapped.read(rows, texts, draft)[:, 1:])
+            divergences = jensen_shannon(plain_logits[:, 1:], self._swapped.read(rows, texts, draft)[:, 1:])
         self.passes += len(rows) * ((self._plain is not None) + (self._swapped is not None))
         return (scores - self.beta * divergences).tolist(), divergences.tolist()
 
@@ -134,8 +134,8 @@ class Counterfactual(LossyRule):
 
     def figures(self) -> dict[str, float]:
         chosen = max(1, self.chosen)
-        found = {"changed_share": self.changed / chosen, "divergence": self.divergence / chosen}
-        return {**found, "passes_of_its_own": self.passes}
+        figures = {"changed_share": self.changed / chosen, "divergence": self.divergence / chosen}
+        return {**figures, "passes_of_its_own": self.passes}
 
 
 def jensen_shannon(a: Tensor, b: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ class Relay(LossyRule):
         self._taken = taken
         is_whole = [after.is_relayed for _, after in walks]
         rest = [[] if whole else [-1] for whole in is_whole]
-        self._emitted = [[*path, *own] for path, own in zip(paths, rest, strict=True)]
+        self._emitted = [[*path, *rest_of_slot] for path, rest_of_slot in zip(paths, rest, strict=True)]
         return ending_in_draft(draft, accepted, is_whole)
 
     def _walk(self, draft: Draft, b: int, path: Sequence[int], allowed: Sequence[bool]) -> tuple[list[int], Segments]:
@@ -176,14 +176,14 @@ def relay(cues: str | Path | Sequence[str], min_tokens: int = MIN_TOKENS) -> Rel
 
 def selected(path: str | Path) -> list[str]:
     """The selected cues of a table.  Raises ConfigError for a file that is not one."""
-    wanted = "relay needs a table of cue words, which `outrider lab cues` writes"
+    hint = "relay needs a table of cue words, which `outrider lab cues` writes"
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        cues = found["selected"]
+        table = json.loads(Path(path).read_text(encoding="utf-8"))
+        cues = table["selected"]
     except OSError as error:
-        raise ConfigError(f"{path} can't be read ({error.strerror}); {wanted}") from None
+        raise ConfigError(f"{path} can't be read ({error.strerror}); {hint}") from None
     except (ValueError, TypeError, KeyError):
-        raise ConfigError(f"{path} has no list `selected`; {wanted}") from None
+        raise ConfigError(f"{path} has no list `selected`; {hint}") from None
     if not (isinstance(cues, list) and all(isinstance(cue, str) for cue in cues)):
-        raise ConfigError(f"{path}: `selected` must be a list of texts, got {cues!r}; {wanted}")
+        raise ConfigError(f"{path}: `selected` must be a list of texts, got {cues!r}; {hint}")
     return cues

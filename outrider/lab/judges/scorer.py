@@ -121,9 +121,9 @@ class ScoredBlocks(LossyRule):
         _check(tau, aggregate, block, force_reject_first)
         self.tau, self.aggregate, self.block, self.score = tau, aggregate, block, score
         self.force_reject_first = force_reject_first
-        own = "" if score is by_target else f", score={score!r}"
+        score_setting = "" if score is by_target else f", score={score!r}"
         settings = f"tau={tau:g}, aggregate={aggregate}, block={block}, force_reject_first={force_reject_first}"
-        self.name = name or f"scorer({settings}{own})"
+        self.name = name or f"scorer({settings}{score_setting})"
         self.texts: dict[int, Gate] = {}
         """By slot."""
         self.tokens = self.drafted_tokens = self.blocks = self.accepted_blocks = 0
@@ -145,8 +145,8 @@ class ScoredBlocks(LossyRule):
 
     def __call__(self, draft: Draft, p: Tensor, streams: Streams) -> Accepted:
         logits = self._verified.logits
-        known, index = own_rows(draft, logits.shape[-1])
-        logs = torch.where(known, log_probs(logits)[index], -torch.inf).tolist()
+        is_valid, index = own_rows(draft, logits.shape[-1])
+        logs = torch.where(is_valid, log_probs(logits)[index], -torch.inf).tolist()
         allowed, exact = possible(draft, logits), accept(draft, p, streams)
         walks = [self._walk(draft, b, exact.paths[b], logs[b], allowed[b]) for b in range(len(logs))]
         paths = [walk.path for walk in walks]
@@ -155,8 +155,8 @@ class ScoredBlocks(LossyRule):
         counts = torch.tensor([len(path) for path in paths], device=p.device)
         drawn = streams.draw(p[torch.arange(len(paths), device=p.device), ends], counts, Purpose.TARGET).tolist()
         following = [
-            new if walk.taken or walk.rejected is not None else own
-            for walk, own, new in zip(walks, exact.next_tokens, drawn, strict=True)
+            drawn_token if walk.taken or walk.rejected is not None else token
+            for walk, token, drawn_token in zip(walks, exact.next_tokens, drawn, strict=True)
         ]
         self._walks = walks
         self._emitted = [[*walk.path, *([] if walk.is_whole else [-1])] for walk in walks]
@@ -185,16 +185,16 @@ class ScoredBlocks(LossyRule):
     def _next_block(self, draft: Draft, b: int, at: int, text: Sequence[int], allowed: Sequence[bool]) -> list[int]:
         """The nodes of the block after a node, along the eldest path, at most up to one that is impossible; none at the
         end of the draft."""
-        found, whole = list[int](), list(text)
+        nodes, whole = list[int](), list(text)
         while (node := eldest_child(draft, b, at)) is not None:
-            found.append(node)
+            nodes.append(node)
             at = node
             whole.append(draft.ids[b][node])
-            if not allowed[node] or len(found) == self.block:
+            if not allowed[node] or len(nodes) == self.block:
                 break
             if self.block == SENTENCE and piece(self._decode, whole, len(whole) - 1).ends_sentence:
                 break
-        return found
+        return nodes
 
     def _passes(self, tokens: list[int], before: list[int], logs: list[float]) -> bool:
         block_text = "".join(token.added for token in pieces(self._decode, [*before, *tokens], len(before)))

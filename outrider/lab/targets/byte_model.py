@@ -102,8 +102,8 @@ class Layer(nn.Module):
         q, k, v = self.qkv(self.attention_norm(hidden_states)).unflatten(-1, (3, self.heads, -1)).unbind(2)
         q, k = rotated(torch.stack([q, k]), positions, self.theta).transpose(2, 3).unbind(0)
         keys, values = store(k, v.transpose(1, 2))
-        found = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask[:, None])
-        hidden_states = hidden_states + self.out(found.transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask[:, None])
+        hidden_states = hidden_states + self.out(attended.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.mlp_norm(hidden_states)).chunk(2, -1)
         changed: Tensor = hidden_states + self.down(F.silu(gate) * up)
         return changed
@@ -143,14 +143,14 @@ class GlobalModel(nn.Module):
         is_real = ends.gather(1, order)
         if most:
             # autocast would give another type than the states'
-            found = self.enter(taken(states, order)).to(states.dtype)
+            patches = self.enter(taken(states, order)).to(states.dtype)
             # a row with fewer ends than another has rows too many, which no one reads
             mask = taken(mask, order) | ~is_real[..., None]
             for index, layer in enumerate(self.layers):
                 store = self._store(cache, self.first + index, order, is_real, ends.shape[1])
-                found = layer(found, mask, positions.gather(1, order), store)
-            found = self.leave(self.norm(found)).to(states.dtype) * is_real[..., None]
-            return torch.zeros_like(states).scatter(1, order[..., None].expand_as(found), found)
+                patches = layer(patches, mask, positions.gather(1, order), store)
+            patches = self.leave(self.norm(patches)).to(states.dtype) * is_real[..., None]
+            return torch.zeros_like(states).scatter(1, order[..., None].expand_as(patches), patches)
         if cache is not None:
             nothing = states.new_zeros(len(states), self.heads, ends.shape[1], self.head_dim)
             for index in range(len(self.layers)):
@@ -176,8 +176,8 @@ def taken(states: Tensor, order: Tensor) -> Tensor:
 def stored(cache: Any, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     if cache is None:
         return keys, values
-    found: tuple[Tensor, Tensor] = cache.update(keys, values, layer)
-    return found
+    columns: tuple[Tensor, Tensor] = cache.update(keys, values, layer)
+    return columns
 
 
 class ByteTrunk(PreTrainedModel):
@@ -211,11 +211,11 @@ class ByteTrunk(PreTrainedModel):
         positions = position_ids.expand(rows, -1)
         states, words = self.embed_tokens(input_ids), of_words(input_ids)
         notes = noted(cache, self._notes, notes_of(positions, words, states.dtype))
-        known = Known.of(allowed_by(attention_mask, past, width, input_ids.device), notes)
-        mask, encoders = known.within(positions, self.config.window_size), self.config.local_encoder_layers
+        columns = Known.of(allowed_by(attention_mask, past, width, input_ids.device), notes)
+        mask, encoders = columns.within(positions, self.config.window_size), self.config.local_encoder_layers
         states = self._through(range(encoders), states, mask, positions, cache)
-        ends = known.ends(positions, words, self.config.patch_size)
-        states = states + self._latents(states, ends, known, positions, cache)
+        ends = columns.ends(positions, words, self.config.patch_size)
+        states = states + self._latents(states, ends, columns, positions, cache)
         states = self._through(range(encoders, len(self.layers)), states, mask, positions, cache)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(states), **{CACHE: cache})
 
@@ -229,12 +229,12 @@ class ByteTrunk(PreTrainedModel):
             states = self.layers[index](states, mask, positions, partial(stored, cache, index))
         return states
 
-    def _latents(self, states: Tensor, ends: Tensor, known: Known, positions: Tensor, cache: Any) -> Tensor:
+    def _latents(self, states: Tensor, ends: Tensor, columns: Known, positions: Tensor, cache: Any) -> Tensor:
         """[R, n, H]: of the last patch that has ended at each row, 0 where none has."""
         every = noted(cache, self._notes + 1, ends[..., None].to(states.dtype))[..., 0] > 0
-        mask = known.allowed & every[:, None]
+        mask = columns.allowed & every[:, None]
         latents = noted(cache, self._notes + 2, self.global_model(states, ends, mask, positions, cache))
-        at, is_there = known.last_ended(every)
+        at, is_there = columns.last_ended(every)
         return taken(latents, at) * is_there[..., None]
 
 
@@ -257,9 +257,9 @@ class ByteModel(PreTrainedModel, GenerationMixin):
         self, input_ids: Tensor, attention_mask: Any = None, position_ids: Tensor | None = None, cache: Any = None,
         past_key_values: Any = None, use_cache: bool | None = None, **_: Any,
     ) -> CausalLMOutputWithPast:  # fmt: skip
-        given = {"cache": cache, "past_key_values": past_key_values, "use_cache": use_cache}
-        found = self.model(input_ids, attention_mask, position_ids, **given)
-        return CausalLMOutputWithPast(logits=self.lm_head(found.last_hidden_state), **{CACHE: found.get(CACHE)})
+        cache_arguments = {"cache": cache, "past_key_values": past_key_values, "use_cache": use_cache}
+        output = self.model(input_ids, attention_mask, position_ids, **cache_arguments)
+        return CausalLMOutputWithPast(logits=self.lm_head(output.last_hidden_state), **{CACHE: output.get(CACHE)})
 
 
 def allowed_by(attention_mask: Any, past: int, width: int, device: torch.device) -> Tensor:
@@ -267,8 +267,8 @@ def allowed_by(attention_mask: Any, past: int, width: int, device: torch.device)
     if isinstance(attention_mask, Mapping):
         attention_mask = attention_mask.get("full_attention")
     if attention_mask is not None and attention_mask.dim() == 4:
-        own: Tensor = attention_mask[:, 0]
-        return own if own.dtype == torch.bool else own == 0
+        mask: Tensor = attention_mask[:, 0]
+        return mask if mask.dtype == torch.bool else mask == 0
     columns = torch.arange(past + width, device=device)
     causal = (columns <= columns[past:, None])[None]
     return causal if attention_mask is None else causal & attention_mask[:, None].bool()

@@ -97,8 +97,8 @@ class EnsembleCache:
     @property
     def column_bytes(self) -> int:
         """Bytes of one token of a slot, in all members; 0 where one has a cache of its own kind."""
-        known = [part.column_bytes for part in self.parts if isinstance(part, SlotCache | AlignedCache)]
-        return sum(known) if len(known) == len(self.parts) else 0
+        sizes = [part.column_bytes for part in self.parts if isinstance(part, SlotCache | AlignedCache)]
+        return sum(sizes) if len(sizes) == len(self.parts) else 0
 
     def count(self, codes: Tensor) -> None:
         """codes [B, R]: bits of the open pass's rows; those that are accepted are counted."""
@@ -109,8 +109,8 @@ class EnsembleCache:
             part.keep(paths)
         if self._codes is not None:
             codes, self._codes = self._codes.tolist(), None
-            for own, path in zip(codes, paths, strict=True):
-                self._shares.add([own[0], *(own[node + 1] for node in path)])
+            for slot_codes, path in zip(codes, paths, strict=True):
+                self._shares.add([slot_codes[0], *(slot_codes[node + 1] for node in path)])
 
     def free(self, rows: Sequence[int]) -> None:
         for part in self.parts:
@@ -162,8 +162,8 @@ class EnsembleTarget:
         """
         self.members = tuple(members)
         if len(self.members) < 2 or not all(isinstance(member, TransformersTarget) for member in self.members):
-            given = [type(member).__name__ for member in self.members]
-            raise ConfigError(f"an ensemble has at least two loaded targets, got {given}; load each with load_target")
+            names = [type(member).__name__ for member in self.members]
+            raise ConfigError(f"an ensemble has at least two loaded targets, got {names}; load each with load_target")
         self.weights = _shares_of(weights, len(self.members))
         first, *others = self.members
         for member in others:
@@ -183,9 +183,9 @@ class EnsembleTarget:
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def allocate(self, slots: int, length: int) -> EnsembleCache:
-        own = self.members[0].allocate(slots, length)
+        first_cache = self.members[0].allocate(slots, length)
         return EnsembleCache(
-            [own, *(other.allocate(slots, length) for other, _ in self._others)], slots, length, self.shares
+            [first_cache, *(other.allocate(slots, length) for other, _ in self._others)], slots, length, self.shares
         )
 
     @torch.inference_mode()
@@ -222,8 +222,8 @@ class EnsembleTarget:
 
     def _mean(self, logits: Tensor, opinions: Sequence[Opinion | None]) -> Tensor:
         """The logarithm of the weighted mean, [B, R, V]; what a member does not say is the first member's."""
-        own = wide(logits).log_softmax(-1)
-        first, weighed = own.new_full(own.shape[:2], self.weights[0]), []
+        first_log_p = wide(logits).log_softmax(-1)
+        first, weighed = first_log_p.new_full(first_log_p.shape[:2], self.weights[0]), []
         for opinion, (_, weight) in zip(opinions, self._others, strict=True):
             if opinion is None:
                 first += weight
@@ -231,7 +231,7 @@ class EnsembleTarget:
             weighed.append(opinion.log_p + math.log(weight))
             if opinion.rest is not None:
                 first += weight * opinion.rest
-        return functools.reduce(torch.logaddexp, weighed, own + first.log()[..., None])
+        return functools.reduce(torch.logaddexp, weighed, first_log_p + first.log()[..., None])
 
     # ── what drafters and requests ask besides ────────────────────────────────────────────────────────────────────────
 
@@ -341,13 +341,13 @@ def _codes(likeliest: Tensor, logits: Tensor, opinions: Sequence[Opinion | None]
 
 def _shares_of(weights: Sequence[float] | None, members: int) -> tuple[float, ...]:
     """The weights, divided by their sum."""
-    given = (1.0,) * members if weights is None else tuple(map(float, weights))
-    is_sound = len(given) == members and all(0 <= weight < math.inf for weight in given) and sum(given) > 0
+    shares = (1.0,) * members if weights is None else tuple(map(float, weights))
+    is_sound = len(shares) == members and all(0 <= weight < math.inf for weight in shares) and sum(shares) > 0
     if not is_sound:
         raise ConfigError(
-            f"an ensemble of {members} members needs as many weights, none below 0 and not all 0, got {list(given)}"
+            f"an ensemble of {members} members needs as many weights, none below 0 and not all 0, got {list(shares)}"
         )
-    return tuple(weight / sum(given) for weight in given)
+    return tuple(weight / sum(shares) for weight in shares)
 
 
 def _member(target: TransformersTarget, first: TransformersTarget) -> SharedMember | AlignedMember:
@@ -384,13 +384,13 @@ def _spec(
 # ── a folder ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def first(found: Description) -> str:
+def first(description: Description) -> str:
     """The member that drafters read."""
-    return found.members[0]
+    return description.members[0]
 
 
 def load(
-    name: str, found: Description, load_target: Callable[..., TransformersTarget], *, revision: str | None,
+    name: str, description: Description, load_target: Callable[..., TransformersTarget], *, revision: str | None,
     tensor_parallel: int, **options: Any,
 ) -> Any:  # fmt: skip
     """The target of a folder of an ensemble.  It has what serving and measuring ask of a TransformersTarget, and
@@ -399,7 +399,7 @@ def load(
         raise ConfigError(f"tensor_parallel shares out one model, and {name} is an ensemble; leave it out")
     if revision is not None:
         raise ConfigError(f"revision {revision!r} is one checkpoint's, and {name} is an ensemble; leave it out")
-    nested = [member for member in found.members if described(member) is not None]
+    nested = [member for member in description.members if described(member) is not None]
     if nested:
         raise ConfigError(f"{nested[0]} is an ensemble and can't be a member of {name}; name its members there")
-    return EnsembleTarget([load_target(member, **options) for member in found.members], found.weights)
+    return EnsembleTarget([load_target(member, **options) for member in description.members], description.weights)

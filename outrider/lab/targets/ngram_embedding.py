@@ -111,8 +111,8 @@ class NgramEmbedding(nn.Module):
     def forward(self, words: Tensor, context: Tensor) -> Tensor:
         """[..., H] of words [..., H] and their context [..., n]."""
         powers, sizes, offsets = (self.get_buffer(name) for name in ("powers", "sizes", "offsets"))
-        found = self.ngram_table(hashed(context, powers, sizes) + offsets).flatten(-2)
-        mean: Tensor = (words + self.projection(found)) / (self.tables + 1)
+        rows = self.ngram_table(hashed(context, powers, sizes) + offsets).flatten(-2)
+        mean: Tensor = (words + self.projection(rows)) / (self.tables + 1)
         return mean
 
 
@@ -131,11 +131,11 @@ def stopped(context: Tensor, ends: Sequence[int]) -> Tensor:
 
 def shifted(tokens: Tensor, order: int, documents: Tensor | None = None) -> Tensor:
     """Context [R, S, n] of every token of texts [R, S], -1 where there is none.  documents [R, S] as in `Batch`."""
-    found = [tokens]
+    columns = [tokens]
     for back in range(1, order):
         earlier = _later(tokens, back)
-        found.append(earlier if documents is None else earlier.where(_later(documents, back) == documents, -1))
-    return torch.stack(found, -1)
+        columns.append(earlier if documents is None else earlier.where(_later(documents, back) == documents, -1))
+    return torch.stack(columns, -1)
 
 
 def _later(values: Tensor, by: int) -> Tensor:
@@ -156,21 +156,21 @@ def attended(tokens: Tensor, columns: Tensor, mask: Tensor, order: int) -> Tenso
     return torch.cat([tokens[..., None], before.where(last >= 0, -1)], -1)
 
 
-def _attended_columns(given: Any, queries: int, columns: int) -> Tensor | None:
+def _attended_columns(attention_mask: Any, queries: int, columns: int) -> Tensor | None:
     """What each token of a pass attends to, [R or 1, Q, K] bool, from the mask that the pass is given; None where that
     is all before it.
 
     Of masks by kind of layer the one of whole texts, or the first.
     """
-    if isinstance(given, Mapping):
-        masks = [given.get("full_attention"), *given.values()]
-        given = next((mask for mask in masks if mask is not None), None)
-    if given is None:
+    if isinstance(attention_mask, Mapping):
+        masks = [attention_mask.get("full_attention"), *attention_mask.values()]
+        attention_mask = next((mask for mask in masks if mask is not None), None)
+    if attention_mask is None:
         return None
-    if given.dim() == 2:  # [R, K], 0 for padding
-        order = torch.arange(columns, device=given.device)
-        return given[:, None, :columns].bool() & (order <= order[columns - queries :, None])
-    mask = given[:, 0, :, :columns]
+    if attention_mask.dim() == 2:  # [R, K], 0 for padding
+        order = torch.arange(columns, device=attention_mask.device)
+        return attention_mask[:, None, :columns].bool() & (order <= order[columns - queries :, None])
+    mask = attention_mask[:, 0, :, :columns]
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
@@ -179,8 +179,8 @@ def _remembered(cache: Any, tokens: Tensor, layer: int) -> Tensor:
     if isinstance(cache, Cache) and cache.layer_class_to_replicate is None:
         cache.layers.extend(DynamicLayer() for _ in range(layer + 1 - len(cache.layers)))
     ids = tokens[:, None, :, None]
-    found: Tensor = cache.update(ids, ids, layer)[0]
-    return found[:, 0, :, 0]
+    stored: Tensor = cache.update(ids, ids, layer)[0]
+    return stored[:, 0, :, 0]
 
 
 # ── the model ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -244,10 +244,10 @@ class NgramEmbeddingForCausalLM(PreTrainedModel, GenerationMixin):
         cache: Any = None, inputs_embeds: Tensor | None = None, use_cache: bool | None = None, **others: Any,
     ) -> Any:  # fmt: skip
         """As the causal LM's own, of token ids.  Raises TargetError for embeddings, which have no n-grams."""
-        given = self.given(input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, others)
-        return self.lm(**given)
+        arguments = self.lm_arguments(input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, others)
+        return self.lm(**arguments)
 
-    def given(
+    def lm_arguments(
         self, input_ids: Tensor | None, attention_mask: Any, position_ids: Tensor | None, cache: Any,
         inputs_embeds: Tensor | None, use_cache: bool | None, others: Mapping[str, Any],
     ) -> dict[str, Any]:  # fmt: skip
@@ -257,16 +257,16 @@ class NgramEmbeddingForCausalLM(PreTrainedModel, GenerationMixin):
                 "a model with an n-gram embedding reads token ids, since its embeddings depend on the tokens before; "
                 "got embeddings: use a method that drafts without rows of its own in the target's pass"
             )
-        given = dict(others)
-        cache = given.pop(self._cache_name, cache)  # as transformers up to 5.23 call it
+        arguments = dict(others)
+        cache = arguments.pop(self._cache_name, cache)  # as transformers up to 5.23 call it
         use_cache = True if use_cache is None else use_cache
         if cache is None and use_cache:
             cache = DynamicCache(config=self.config.text_config)
-        given |= {
+        arguments |= {
             "inputs_embeds": self.embedded(input_ids, attention_mask, position_ids, cache),
             "attention_mask": attention_mask, "use_cache": use_cache, self._cache_name: cache,
         }  # fmt: skip
-        return given if position_ids is None else given | {"position_ids": position_ids}
+        return arguments if position_ids is None else arguments | {"position_ids": position_ids}
 
     def embedded(
         self, tokens: Tensor, attention_mask: Any = None, position_ids: Tensor | None = None, cache: Any = None
@@ -314,14 +314,14 @@ class _Trunk(nn.Module):
 
     def __init__(self, model: NgramEmbeddingForCausalLM):
         super().__init__()
-        self.trunk, self._given = trunk(model.lm), model.given
+        self.trunk, self._lm_arguments = trunk(model.lm), model.lm_arguments
 
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Any = None, position_ids: Tensor | None = None,
         cache: Any = None, inputs_embeds: Tensor | None = None, use_cache: bool | None = None, **others: Any,
     ) -> Any:  # fmt: skip
-        given = self._given(input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, others)
-        return self.trunk(**given)
+        arguments = self._lm_arguments(input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, others)
+        return self.trunk(**arguments)
 
 
 def grown(model: PreTrainedModel, **sizes: Any) -> NgramEmbeddingForCausalLM:
@@ -332,14 +332,14 @@ def grown(model: PreTrainedModel, **sizes: Any) -> NgramEmbeddingForCausalLM:
     """
     text = copy.deepcopy(model.config)
     text.tie_word_embeddings = False
-    found = NgramEmbeddingForCausalLM(NgramEmbeddingConfig(text, **sizes))
-    nn.Module.to(found, model.device, model.dtype)
-    found.lm.load_state_dict(model.state_dict())
+    model_with_ngrams = NgramEmbeddingForCausalLM(NgramEmbeddingConfig(text, **sizes))
+    nn.Module.to(model_with_ngrams, model.device, model.dtype)
+    model_with_ngrams.lm.load_state_dict(model.state_dict())
     with torch.no_grad():
-        found.lm.get_input_embeddings().weight.mul_(found.ngrams.tables + 1)
-        found.ngrams.projection.weight.zero_()
-    found.generation_config = copy.deepcopy(model.generation_config)
-    return found
+        model_with_ngrams.lm.get_input_embeddings().weight.mul_(model_with_ngrams.ngrams.tables + 1)
+        model_with_ngrams.ngrams.projection.weight.zero_()
+    model_with_ngrams.generation_config = copy.deepcopy(model.generation_config)
+    return model_with_ngrams
 
 
 # transformers loads such a folder by its config.json

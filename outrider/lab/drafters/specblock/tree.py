@@ -53,9 +53,9 @@ def levels(tokens: Sequence[int], parents: Sequence[int], paths: Sequence[tuple[
     ascending."""
     first: dict[tuple[int, ...], int] = {}
     for number, path in paths:
-        own = tuple(token for token, _ in path)
-        for n in range(1, len(own) + 1):
-            first.setdefault(own[:n], number)
+        path_tokens = tuple(token for token, _ in path)
+        for n in range(1, len(path_tokens) + 1):
+            first.setdefault(path_tokens[:n], number)
     nodes: list[tuple[int, ...]] = []
     for token, parent in zip(tokens, parents, strict=True):
         nodes.append((*(nodes[parent] if parent >= 0 else ()), token))
@@ -94,16 +94,17 @@ class Offers:
 
     def chains(self, stems: Sequence[Sequence[Path]]) -> list[list[Path]]:
         """Each stem with its block's likeliest tokens."""
-        return [[[*stem, *self._chain(b, w)] for w, stem in enumerate(own)] for b, own in enumerate(stems)]
+        return [
+            [[*stem, *self._chain(b, w)] for w, stem in enumerate(slot_stems)] for b, slot_stems in enumerate(stems)
+        ]
 
     def leaves(self, stems: Sequence[Sequence[Path]]) -> list[list[Leaf]]:
         """The best tokens of each block's unsure slot; of all blocks the likeliest, as many as one may offer."""
-        return [
-            sorted((leaf for w, stem in enumerate(own) for leaf in self._of(b, w, stem)), key=lambda leaf: -leaf.total)[
-                : max(WIDTHS)
-            ]
-            for b, own in enumerate(stems)
-        ]
+        leaves = []
+        for b, slot_stems in enumerate(stems):
+            of_slot = [leaf for w, stem in enumerate(slot_stems) for leaf in self._of(b, w, stem)]
+            leaves.append(sorted(of_slot, key=lambda leaf: -leaf.total)[: max(WIDTHS)])
+        return leaves
 
     def _chain(self, b: int, w: int) -> Path:
         return [(ids[0], values[0]) for ids, values in zip(self.tokens[b][w], self.scores[b][w], strict=True)]
@@ -111,16 +112,19 @@ class Offers:
     def _of(self, b: int, w: int, stem: Path) -> list[Leaf]:
         slot, width = self.slot[b][w], self.width[b][w]
         offered = list(zip(self.tokens[b][w][slot], self.scores[b][w][slot], strict=True))[:width]
-        found = [Leaf(w, slot, [*stem, *self._chain(b, w)[:slot], one]) for one in offered]
-        return [leaf for leaf in found if leaf.total > -torch.inf]
+        leaves = [Leaf(w, slot, [*stem, *self._chain(b, w)[:slot], offer]) for offer in offered]
+        return [leaf for leaf in leaves if leaf.total > -torch.inf]
 
 
 def positions(leaves: Sequence[Sequence[Leaf]]) -> tuple[Tensor, Tensor, Tensor]:
     """Blocks, slots and tokens of leaves, each [B, C]; slots of the batch with fewer have more of block 0."""
     width = max(map(len, leaves))
     rows = [
-        [*((leaf.block, leaf.slot, leaf.path[-1][0]) for leaf in own), *[(0, 0, 0)] * (width - len(own))]
-        for own in leaves
+        [
+            *((leaf.block, leaf.slot, leaf.path[-1][0]) for leaf in slot_leaves),
+            *[(0, 0, 0)] * (width - len(slot_leaves)),
+        ]
+        for slot_leaves in leaves
     ]
     block, slot, token = torch.tensor(rows).unbind(-1)
     return block, slot, token

@@ -19,34 +19,32 @@ blocks are trained from `anchors` positions instead of all; the rank's loss has 
 class weights are scaled to a mean of 1; the head is the target's own, frozen, unless `vocabulary` is given; W begins as
 the identity on h_k; the cost decides how many blocks are drafted, where the paper's bandit decides when to train.
 
-Use it where training may take long: after as many steps more is accepted than of EAGLE-3, and a step takes four times
-as long.
+Use it if training may take long: its acceptance is higher than EAGLE-3's after the same number of steps, but a step
+takes four times as long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState, Scores
-from outrider.lab.blocks_by_cost import BlocksByCost
-from outrider.lab.rank_tree import WIDTHS, Offers, Path, doubt, levels, likeliest, positions
+from outrider.lab.drafters.specblock.cost import BlocksByCost
+from outrider.lab.drafters.specblock.rows import Rows
+from outrider.lab.drafters.specblock.tree import WIDTHS, Offers, Path, doubt, levels, likeliest, positions
 from outrider.method import Method
-from outrider.nn.blocks import ContextLayer, FusedTaps, RMSNorm, Shift, attending, rollout_mask, rotary
+from outrider.nn.blocks import ContextLayer, FusedTaps, RMSNorm, Shift, attending, rotary
 from outrider.nn.draft_model import Batch
 from outrider.nn.drafting import serving, trees
-from outrider.nn.heads import RankHead, ReducedHead, VocabularyModel, class_weights, rank_class, rank_loss
+from outrider.nn.heads import RankHead, ReducedHead, VocabularyModel
 from outrider.nn.memory import FeatureMemory, PairDrafter
-from outrider.nn.rows import RowLabels, SharedLabels, pair_mask, sample_anchors, whole_blocks
 from outrider.nn.shape import InitLayers, LayerConfig, copy_layers, resolve_taps
 from outrider.sampling.distribution import log_probs
 from outrider.targets.cache.slots import SlotCache
@@ -59,7 +57,7 @@ METHOD = Method(
 )  # fmt: skip
 
 CHUNK = 64
-"""First blocks in one pass of training; with more, more attention between them is masked and wasted."""
+"""First blocks per pass in training; more would waste more masked attention between them."""
 
 
 class Config(LayerConfig):
@@ -67,22 +65,23 @@ class Config(LayerConfig):
     slots: PositiveInt = 4
     """Tokens drafted by one block."""
     blocks: PositiveInt = 2
-    """Blocks trained, and drafted, one after another."""
+    """Number of successive blocks, in training and in drafts."""
     choose_blocks: bool = False
-    """Draft as many blocks in each step as pay by the seconds measured and by what was accepted; no: all of them."""
+    """Choose the number of blocks in each step by their measured time and acceptance; no: draft all of them."""
     nodes: PositiveInt = 60
     """Most tokens of a draft, per step."""
     layers: PositiveInt = 2
     """Decoder layers of the draft model."""
     taps: tuple[int, ...] | None = None
-    """Target layers it reads, counted from 0; three, low, middle and high, unless given."""
+    """Target layers it reads, counted from 0; by default three: low, middle and high."""
     vocabulary: PositiveInt | None = None
-    """Number of tokens, the most frequent, that it can draft, by its own head; unless given all, by the target's."""
+    """Number of tokens it can draft, the most frequent ones, by a trained head; by default all, by the target's
+    head."""
     init_from_layers: InitLayers = None
     anchors: PositiveInt = 512
     """Most positions drafted from per text and step in training."""
     decay: PositiveFloat = 0.8
-    """Weight of a slot in training relative to the one before it in its block: slot k weighs decay^k."""
+    """Weight of a slot in training relative to the previous one in its block: slot k weighs decay ** k."""
 
 
 class Model(VocabularyModel, FusedTaps):
@@ -116,8 +115,8 @@ class Model(VocabularyModel, FusedTaps):
             x = layer(self._shifted(i, x), cos_sin, attend, i)
         return self.norm(x).unflatten(1, (-1, self.config.slots))
 
-    def first(self, features: Tensor, tokens: Tensor, at: Tensor, mask: Tensor, asked: Tensor, cache: Any) -> Tensor:
-        """States [B, A, K, H] of first blocks of the pairs `asked` [B, A], as `forward` gives them for blocks of all
+    def first(self, features: Tensor, tokens: Tensor, at: Tensor, mask: Tensor, anchors: Tensor, cache: Any) -> Tensor:
+        """States [B, A, K, H] of first blocks of the pairs `anchors` [B, A], as `forward` gives them for blocks of all
         pairs, at positions `at` [B, n].
 
         These attend to the other blocks, which pass too, up to the last layer's keys and values.
@@ -130,24 +129,26 @@ class Model(VocabularyModel, FusedTaps):
         for i, layer in enumerate(lower):
             parts = zip(self._shifted(i, x).split(step, 1), cos_sin.split(step, -2), mask.split(step, 2), strict=True)
             prefixes = [
-                (part, own, attending(rows_mask[..., : n * step], cache))
-                for n, (part, own, rows_mask) in enumerate(parts, 1)
+                (part, part_rotary, attending(rows_mask[..., : n * step], cache))
+                for n, (part, part_rotary, rows_mask) in enumerate(parts, 1)
             ]
-            x = torch.cat([layer(part, own, attend, i) for part, own, attend in prefixes], 1)
+            x = torch.cat([layer(part, part_rotary, attend, i) for part, part_rotary, attend in prefixes], 1)
         x = self._shifted(len(lower), x)
-        rows = (self.config.slots * asked[..., None] + torch.arange(self.config.slots, device=asked.device)).flatten(1)
+        rows = (
+            self.config.slots * anchors[..., None] + torch.arange(self.config.slots, device=anchors.device)
+        ).flatten(1)
         texts = torch.arange(len(rows), device=rows.device)[:, None]
-        own = rotary(self._positions(at.gather(1, asked)), self.shape)
+        anchor_rotary = rotary(self._positions(at.gather(1, anchors)), self.shape)
         normed, attend = last.input_layernorm(x), attending(mask[texts, 0, rows][:, None], cache)
-        x = x[texts, rows] + last.self_attn(normed[texts, rows], own, attend, len(lower), normed, cos_sin)
+        x = x[texts, rows] + last.self_attn(normed[texts, rows], anchor_rotary, attend, len(lower), normed, cos_sin)
         return self.norm(x + last.mlp(last.post_attention_layernorm(x))).unflatten(1, (-1, self.config.slots))
 
     def _rows(self, features: Tensor, tokens: Tensor) -> Tensor:
         """Input of the first layer, [B, n * K, H]."""
         words = self.word_norm(self.target.embed(tokens).to(features.dtype))
-        given = torch.cat([self.cond_norm(features), words], -1)[:, :, None].expand(-1, -1, self.config.slots, -1)
-        queries = self.query_norm(self.queries.to(features.dtype)).expand(*given.shape[:-1], -1)
-        return self.fuse(torch.cat([given, queries], -1)).flatten(1, 2)
+        inputs = torch.cat([self.cond_norm(features), words], -1)[:, :, None].expand(-1, -1, self.config.slots, -1)
+        queries = self.query_norm(self.queries.to(features.dtype)).expand(*inputs.shape[:-1], -1)
+        return self.fuse(torch.cat([inputs, queries], -1)).flatten(1, 2)
 
     def _positions(self, at: Tensor) -> Tensor:
         """Rotary positions [.., n * K] of blocks at `at` [.., n]."""
@@ -186,17 +187,17 @@ class Blocks(NamedTuple):
 
 
 class Memory(FeatureMemory):
-    """With the blocks of the step that is open, and what they cost."""
+    """Also has the blocks of the current step, and their cost."""
 
     def __init__(self, slots: int, length: int, layers: int, model: Model):
         super().__init__(slots, length, layers, model)
         self.costs = BlocksByCost(model.config.blocks) if model.config.choose_blocks else None
         self.levels: list[list[int]] = []
-        """Which block each drafted node is of, by slot."""
+        """By slot, the block of each drafted node."""
 
 
 class SpecBlock(PairDrafter):
-    """Drafts a tree at temperature 0 where the target verifies trees, else a chain of blocks."""
+    """Drafts a tree at temperature 0 if the target verifies trees, else a chain of blocks."""
 
     def __init__(self, model: Model):
         self.config, self.longest = model.config, model.config.slots * model.config.blocks
@@ -205,7 +206,7 @@ class SpecBlock(PairDrafter):
         super().__init__(model, self.config.nodes if self.has_trees else chain, self.longest + 1)
 
     def allocate(self, cache: Cache) -> Memory:
-        # besides the text: what a step brings, and later blocks for every candidate
+        # the text, the tokens of a step, and later blocks for every candidate
         count = cache.length + self.longest + 1 + max(WIDTHS) * (self.config.blocks - 1)
         return Memory(cache.slots, count * self.config.slots, self.config.layers, self.model)
 
@@ -229,7 +230,7 @@ class SpecBlock(PairDrafter):
             longest = self.config.slots * count
             draft = self._chain(first, go_on, sizes.clamp(max=longest), state)
             memory.levels = [[n // self.config.slots for n in range(longest)]] * len(lengths)
-        for row, length in zip(state.rows, lengths, strict=True):  # later blocks are forgotten
+        for row, length in zip(state.rows, lengths, strict=True):  # drop later blocks
             cache.lengths[row] = length
         return draft
 
@@ -239,9 +240,11 @@ class SpecBlock(PairDrafter):
             return
         numbers = [list(range(size)) for size in draft.live] if draft.origin is None else draft.origin.tolist()
         ended = enumerate(zip(accepted.paths, accepted.next_tokens, strict=True))
-        # a slot that ended inside its block did not show what it would have accepted
-        found = [[memory.levels[b][numbers[b][n]] for n in path] for b, (path, following) in ended if following >= 0]
-        memory.costs.learn(found, state.timing.draft + state.timing.verify + state.timing.other)
+        # for a slot that ended within its draft, the acceptance of later nodes is unknown
+        accepted_blocks = [
+            [memory.levels[b][numbers[b][n]] for n in path] for b, (path, following) in ended if following >= 0
+        ]
+        memory.costs.learn(accepted_blocks, state.timing.draft + state.timing.verify + state.timing.other)
         memory.levels = []
 
     def read(self, memory: FeatureMemory, row: int, state: DecodeState) -> None:
@@ -250,7 +253,7 @@ class SpecBlock(PairDrafter):
     def _read(
         self, memory: FeatureMemory, rows: Sequence[int], state: DecodeState, leave: int
     ) -> tuple[Tensor, Tensor]:
-        """Read buffered pairs.  Returns the states of each slot's last one, [B, K, H], and its position, [B]."""
+        """Read the unread pairs.  Returns the states [B, K, H] of each slot's last one and its position [B]."""
         cache, slots = memory.kv_cache, self.config.slots
         taps, tokens, counts = memory.features.take_with_tokens(rows, state, leave)
         cache.open(rows, slots * tokens.shape[1])
@@ -271,8 +274,8 @@ class SpecBlock(PairDrafter):
         slots, (batch, width) = self.config.slots, tokens.shape
         cache.open(blocks.rows, slots * width)
         number, here = torch.arange(slots * width, device=tokens.device), torch.arange(batch)[:, None]
-        own = (number[:, None] // slots == number // slots) & (number[:, None] >= number)
-        mask = cache.mask(own[None], self.model.dtype)
+        is_same_block = (number[:, None] // slots == number // slots) & (number[:, None] >= number)
+        mask = cache.mask(is_same_block[None], self.model.dtype)
         sees = blocks.sees[here, chosen]
         entries, before = sees.shape[-1], blocks.states.shape[1]
         # of the block that each continues, none after the slot that it continues
@@ -314,92 +317,27 @@ class SpecBlock(PairDrafter):
         for number in range(count):
             best = log_probs(blocks.logits).topk(min(max(WIDTHS), blocks.logits.shape[-1]), -1)
             offers = Offers(*doubt(self._ranks(blocks)), best.indices, best.values)
-            for own, chains in zip(paths, offers.chains(stems), strict=True):
-                own += [(number, chain) for chain in chains]
+            for slot_paths, chains in zip(paths, offers.chains(stems), strict=True):
+                slot_paths += [(number, chain) for chain in chains]
             leaves = offers.leaves(stems)
             if number + 1 == count or int(sizes.max()) < 2 or not any(leaves):
                 break
-            stems = [[leaf.path for leaf in own] for own in leaves]
+            stems = [[leaf.path for leaf in slot_leaves] for slot_leaves in leaves]
             blocks = go_on(blocks, *(x.to(first.at.device) for x in positions(leaves)))
-        found = [likeliest([path for _, path in own], size) for own, size in zip(paths, sizes.tolist(), strict=True)]
+        best_nodes = [
+            likeliest([path for _, path in slot_paths], size)
+            for slot_paths, size in zip(paths, sizes.tolist(), strict=True)
+        ]
         if memory.costs is not None:
-            memory.levels = [levels(*nodes, own) for nodes, own in zip(found, paths, strict=True)]
-        return trees.of_lists([own for own, _ in found], [parents for _, parents in found], first.logits.device)
+            memory.levels = [levels(*nodes, slot_paths) for nodes, slot_paths in zip(best_nodes, paths, strict=True)]
+        tokens, parents = [tokens for tokens, _ in best_nodes], [parents for _, parents in best_nodes]
+        return trees.of_lists(tokens, parents, first.logits.device)
 
     def _ranks(self, blocks: Blocks) -> Tensor:
         """Rank classes, [B, W, K]."""
-        found: Tensor = self.model.rank_head(blocks.states, blocks.logits).argmax(-1)
-        return found
+        ranks: Tensor = self.model.rank_head(blocks.states, blocks.logits).argmax(-1)
+        return ranks
 
 
 GoOn = Callable[..., Blocks]
 """`_next` on the cache of the step."""
-
-
-# ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Rows(SharedLabels):
-    """Predictions of blocks after drawn pairs: block b of pair i begins after m_1 + ... + m_{b-1} tokens, each m drawn.
-
-    Every block has all rows that have a label, whatever is drafted; those after a wrong slot weigh 0.
-    """
-
-    def __init__(self, model: Model, batch: Batch):
-        config, device = model.config, batch.tokens.device
-        anchors = sample_anchors(batch, config.anchors, 2, config.blocks * config.slots)
-        # on the CPU, whose random state a checkpoint stores
-        taken = torch.randint(1, config.slots + 1, (config.blocks - 1,)).tolist()
-        states = rollout(model, batch, anchors.at, taken)
-        begins = torch.tensor([sum(taken[:b]) for b in range(config.blocks)], device=device)
-        depths = begins[:, None] + torch.arange(config.slots, device=device)
-        learnt = anchors.loss_mask[..., depths]
-        where = learnt.nonzero().unbind(-1)
-        text, pair, number, slot = where
-        labels_at = anchors.labels_at[..., depths][where]
-        block = (text * anchors.at.shape[1] + pair) * config.blocks + number
-        rows = RowLabels.of(batch, text, labels_at, torch.ones_like(block), depths[number, slot], block)
-        super().__init__(model, states[where], batch.final, rows)
-        is_right, self.ranks = self._looked_at()
-        right = torch.ones_like(learnt)
-        right[where] = is_right
-        counts = F.pad(right[..., :-1], (1, 0), value=True).long().cumprod(-1)
-        self.weight = counts[where] * torch.as_tensor(config.decay, device=device) ** slot
-        self.class_weights = class_weights(self.ranks[self.weight > 0])
-
-    def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
-        found = self.model.rank_head(self.states[rows].detach(), draft.detach())
-        true = self.ranks[rows]
-        return {"rank": rank_loss(found.float(), true) * self.class_weights[true]}
-
-    @torch.no_grad()
-    def _looked_at(self) -> tuple[Tensor, Tensor]:
-        """Which rows' likeliest token is the text's, [M] bool, and the class of the target's choice, [M]."""
-        right, ranks = [self.labels[:0].bool()], [self.labels[:0]]
-        for part in whole_blocks(self.block, max(1, 2**22 // self.vocabulary)):
-            draft = self.model.logits(self.states[part])
-            right.append(draft.argmax(-1) == self.labels[part])
-            ranks.append(rank_class(draft, self.target_logits(part).argmax(-1)))
-        # older torch would reuse the head's weights, cast here without a gradient, for the loss
-        torch.clear_autocast_cache()
-        return torch.cat(right), torch.cat(ranks)
-
-
-def rollout(model: Model, batch: Batch, at: Tensor, taken: Sequence[int]) -> Tensor:
-    """States [B, A, blocks, K, H]: every pair's first block, then those after the drawn pairs.
-
-    Block b + 2 continues slot taken[b] - 1 of the one before, with the text's own token.
-    """
-    slots, length = model.config.slots, batch.tokens.shape[1] - 1
-    text_mask, cache = pair_mask(batch.documents), DynamicCache()
-    every = torch.arange(length, device=at.device).expand(len(at), -1)
-    mask = rollout_mask(text_mask, every, [], slots)[:, None]
-    fused, first = model.fused(batch.taps[:, :-1]), batch.tokens[:, 1:]
-    found = [model.first(fused, first, batch.positions[:, :-1], mask, at, cache)]
-    for b, count in enumerate(taken):
-        later = sum(taken[: b + 1])
-        tokens = batch.tokens.gather(1, (at + later + 1).clamp(max=length))
-        positions = batch.positions.gather(1, at) + later
-        mask = rollout_mask(text_mask, at, taken[: b + 1], slots)[:, None]
-        found.append(model(found[-1][:, :, count - 1], tokens, positions, mask, cache))
-    return torch.stack(found, 2)

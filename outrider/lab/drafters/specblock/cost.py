@@ -57,7 +57,7 @@ class BlocksByCost:
         if not accepted or not self.laps:
             return
         for n, seconds in enumerate(self.laps):
-            gain = sum(own.count(n) for own in map(list, accepted)) / len(accepted)
+            gain = sum(blocks.count(n) for blocks in map(list, accepted)) / len(accepted)
             share = self._share(n)
             self.gains[n] += share * (gain - self.gains[n])
             self.seconds[n] += share * (seconds - self.seconds[n])
