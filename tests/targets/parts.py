@@ -61,7 +61,7 @@ def main(folder: Path) -> None:
         target: Any = load_target(place, dtype=TYPES.get(place.name, "float64"), tensor_parallel=2)
         known = load_target(place, dtype=target.spec.dtype, compile=False)
         assert rank == 0  # the other one works for this one, and never gets here
-        own = target._own.model.model.layers[0].self_attn.k_proj.weight.to_local()
+        own = target._part.model.model.layers[0].self_attn.k_proj.weight.to_local()
         greedily = target.generate_plainly(torch.tensor(PROMPTS[:1]), {"max_new_tokens": NEW, "do_sample": False})
         found[place.name] = {
             "hash": target.spec.weights_hash, "mode": target.spec.mode, "local": list(own.shape),
