@@ -119,7 +119,7 @@ def save_states(path: Path, text: Answer, held: Any) -> None:
     [
         ([9, 9], (2, 3, 4), "holds 2 states of other tokens than text t0"),
         (None, (5, 3, 4), "holds 5 states of other tokens than text t0, which has 13; start the server without prefix"),
-        (None, (13, 2, 4), r"has states of shape \(13, 2, 4\), but 3 layers \[1, 3, 4\] are wanted"),
+        (None, (13, 2, 4), r"has states of shape \(13, 2, 4\), expected 3 layers \[1, 3, 4\]; start"),
     ],
 )
 def test_a_file_of_something_else_is_refused(tokens: Any, shape: Any, wrong: str, tmp_path: Path) -> None:
