@@ -1,5 +1,5 @@
-"""Rules of the target's distribution alone: the longest path of drafted tokens that are likely enough is accepted, of
-two as long the likelier, and the token after it is drawn from p.
+"""Rules that use the target's distribution p alone: accept the longest path of tokens that are likely enough, of equal
+lengths the likelier, then draw the next token from p.
 
 At temperature 0 p is one-hot, so such a rule accepts no token that the acceptance rule would reject.
 
@@ -50,8 +50,8 @@ def tv_distance(rule: LikelyEnough, draft: Draft, p: Tensor, accepted: Accepted)
     At each position: between the distribution of the token emitted there, given all text before it, and p.  A chain
     drawn from q has a closed form: it emits e = q where that passes, and p with the rest of the mass: sum |e - p| / 2.
     For a deterministic draft e is one-hot at an accepted token: 1 - p(x).  Both are exact.  For a tree of sampled nodes
-    the accepted tokens are taken as given, which on average overestimates, never underestimates.  A token drawn from p
-    after the draft adds 0.
+    the accepted tokens are treated as deterministic, which on average overestimates, never underestimates.  A token
+    drawn from p after the draft adds 0.
 
     Averaged over texts that the rule wrote, the sum over a text bounds the total variation between the rule's
     distribution of the whole text and the target's; divided by tokens it is the distance per emitted token.
@@ -74,7 +74,7 @@ def _taken_as_given(draft: Draft, p: Tensor, accepted: Accepted) -> Tensor:
 
 
 def _longest(draft: Draft, may_stay: Tensor, node_p: Tensor) -> list[list[int]]:
-    """Each slot's longest path of nodes that may stay; of two as long the likelier, then the elder.  may_stay, p_own
+    """Each slot's longest path of nodes that may stay; of equals the likelier, then the first.  may_stay, node_p
     [B, N]."""
     paths = []
     slots = zip(draft.tree, draft.live, may_stay.tolist(), node_p.double().log().tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""Rows of a probe behind each row of a pass: what they see, and where they stand."""
+"""Rows of a probe after each row of a pass: their mask and positions."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from torch import Tensor
 
 
 def rows_after(mask: Tensor, depths: Tensor, count: int, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention mask [B, n * count, m + n * count] bool and depths [B, n * count] of `count` rows behind each of n
-    rows, which stand at depths [B, n] and see mask [B, n, m].
+    """Attention mask [B, n * count, m + n * count] bool and depths [B, n * count] of `count` rows after each of n rows,
+    which have depths [B, n] and mask [B, n, m].
 
-    They see what the row before them sees, and of one another those of the same row: all, or where causal those up to
-    their own place.
+    They see what their row sees and the rows after the same row: all of them, or if causal those up to themselves.
     """
     slots, rows = depths.shape
     of = torch.arange(rows, device=depths.device).repeat_interleave(count)

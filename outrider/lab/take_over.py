@@ -1,4 +1,4 @@
-"""Drafted tokens that a lossy rule takes over without a test: which they may be, and how far each is from p.
+"""Drafted tokens that a lossy rule accepts without a test: which ones are allowed, and their distance from p.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -17,7 +17,7 @@ from outrider.sampling.fast import Chain
 
 
 def eldest_child(draft: Draft, b: int, node: int) -> int | None:
-    """The first child of a node of slot b, or of the anchor, which is -1; None where it has none."""
+    """The first child of a node of slot b, or of the anchor, which is -1; None if there is none."""
     tree = draft.tree[b][: draft.live[b]]
     return next((n for n in range(node + 1, len(tree)) if tree[n] == node), None)
 
@@ -31,7 +31,7 @@ def own_rows(draft: Draft, vocabulary: int) -> tuple[Tensor, tuple[Tensor, Tenso
 
 
 def possible(draft: Draft, logits: Tensor) -> list[list[bool]]:
-    """Which nodes hold a token that a request allows, by the target's processed logits [B, N+1, V]."""
+    """For each node, whether the request allows its token, by the target's processed logits [B, N+1, V]."""
     is_valid, index = own_rows(draft, logits.shape[-1])
     allowed: list[list[bool]] = (is_valid & (logits[index] > -torch.inf)).tolist()
     return allowed

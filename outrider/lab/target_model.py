@@ -1,9 +1,9 @@
-"""A target's model whose weights are trained on, so that rows beside its text draft for it.
+"""A target's model that is trained further, so that additional rows of its passes draft for it.
 
-It becomes a target of its own, which writes alone as well: texts are exact relative to it, not to the target that it
-began from.  The rows of text learn that target's own distribution by KL (`ar`), so that the model stays near it.
+It becomes a new target, which can also decode alone; the output is exact relative to it, not to the original target.
+The rows of text learn the original target's distribution by KL (`ar`), so that the model stays near it.
 
-B texts, S tokens, A drawn positions of a text, K rows behind each, H hidden size, V vocabulary.
+B texts, S tokens, A sampled positions of a text, K rows after each, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from outrider.targets.protocol import Target
 
 
 class TargetModel(DraftModel):
-    """A copy of the target's model, all of its weights trained.  A method says which rows of a pass are learnt."""
+    """A copy of the target's model with all weights trained; a subclass chooses the trained rows."""
 
     taps: tuple[int, ...] = ()
     block: int
-    """Rows behind a drawn position, K."""
+    """Rows after a sampled position, K."""
 
     def __init__(self, config: Any, target: Target):
         super().__init__()
@@ -41,7 +41,7 @@ class TargetModel(DraftModel):
         self._finish, _ = causal_lm.learn_passes(self.lm, target.spec.name)
 
     def logits(self, states: Tensor) -> Tensor:
-        """[..., V] of states [..., H], of which a row of `Rows` has two side by side."""
+        """Logits [..., V] of states [..., H]; a row of `Rows` has two states side by side, the first is used."""
         head = self.lm.get_output_embeddings()
         logits: Tensor = self._finish(head(states[..., : self.target.spec.hidden].to(head.weight.dtype)))
         return logits
@@ -52,32 +52,32 @@ class TargetModel(DraftModel):
         return {"ar": (p.exp() * (p - log_p)).sum(-1)}
 
     def trained_target(self) -> Target:
-        """The model as a target, with its own copy of the weights."""
+        """The model as a target, with a copy of the weights."""
         return load_target(copy.deepcopy(self.lm).requires_grad_(False))
 
     def save_target(self, folder: Path) -> None:
-        """Write the model as a target, with the tokenizer of the one that it began from."""
+        """Write the model as a target, with the original target's tokenizer."""
         source: Any = self.target
         self.lm.save_pretrained(folder)
         if source.tokenizer is not None:
             source.tokenizer.save_pretrained(folder)
 
     def _apply(self, fn: Any, recurse: bool = True) -> TargetModel:
-        """Weights follow a change of type; buffers that are computed once, such as rotary frequencies, do not."""
+        """Convert weights, but not computed buffers such as rotary frequencies."""
         with causal_lm.keeping_computed(self):
             super()._apply(fn, recurse)
         return self
 
 
 class ProbedTargetModel(TargetModel):
-    """One that is trained on a probe's rows.  A method says what these rows are given."""
+    """A target model that is trained on a probe's rows; a subclass chooses their inputs."""
 
     is_causal: bool
     """Whether a row sees only those before it in its block."""
 
     @abstractmethod
     def inputs(self, tokens: Tensor, documents: Tensor, at: Tensor) -> Tensor:
-        """What stands for embeddings of the rows behind positions `at` [B, A] of texts [B, S]: [B, A * K, H]."""
+        """Embeddings [B, A * K, H] of the rows after positions `at` [B, A] of texts [B, S]."""
 
     def words(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., H], as the model's passes take them."""
@@ -85,9 +85,10 @@ class ProbedTargetModel(TargetModel):
         return embedded
 
     def read(self, tokens: Tensor, documents: Tensor, at: Tensor, inputs: Tensor | None = None) -> Tensor:
-        """States [B, S + A * K, H] of texts [B, S] and of the rows behind each position `at` [B, A].
+        """States [B, S + A * K, H] of texts [B, S] and of the rows after each position `at` [B, A].
 
-        inputs: of these rows, those that `inputs` gives unless given."""
+        inputs: embeddings of these rows, by default from `inputs`.
+        """
         if inputs is None:
             inputs = self.inputs(tokens, documents, at)
         mask, positions = rows_of(documents, at, self.block, causal=self.is_causal)
@@ -114,9 +115,10 @@ def rows_of(documents: Tensor, at: Tensor, count: int, *, causal: bool) -> tuple
 
 
 class Rows(DetachedRows):
-    """Predictions of the rows behind drawn positions; row k behind position i has label token i + 2 + k.
+    """Predictions of the rows after sampled positions; row k after position i has label token i + 2 + k.
 
-    Each has beside it the state of the text that has the same label."""
+    Each row also has the state of the text with the same label.
+    """
 
     def __init__(self, model: TargetModel, batch: Batch, anchors: Anchors, states: Tensor):
         """states: as `model.read` returns them."""

@@ -262,7 +262,7 @@ def test_what_is_wrong_with_a_folder_is_said(folder):
 
 def test_members_that_do_not_go_together_are_refused(folder, members):
     """Catches members without a common tokenizer, and a revision that one of them alone has."""
-    with pytest.raises(ConfigError, match="revision 'main' is one checkpoint's"):
+    with pytest.raises(ConfigError, match="revision 'main' names one checkpoint"):
         load_target(folder / "both", revision="main")
     with pytest.raises(ConfigError, match="at least two loaded targets, got \\['TransformersTarget'\\]"):
         EnsembleTarget(members[:1])

@@ -2,24 +2,24 @@
 2512.15176.)
 
 A small transformer reads the committed tokens, whose keys and values it caches, and then K masks that attend to each
-other in both directions.  The logits of mask i are those of the i-th next token, given the committed text alone.
-Positions are independent, so one pass is the draft, and q at each position is the distribution that its token was drawn
-from.  It reads no state of the target; it borrows the target's embedding and head.
+other in both directions.  Mask i predicts the i-th next token from the committed text alone.  Positions are
+independent, so one pass gives the draft, and q is the softmax of each mask's own row.  It reads no state of the target,
+and borrows the target's embedding and head.
 
-Training has two stages, each over texts cut after random tokens.  I: all K masks after a cut are learnt and weigh the
-same. II, from `refine` on: of a suffix of random length R up to K, the token at distance i from the cut weighs alpha^(R
-- i), so that tokens next to the committed text matter most.
+Training has two stages, both on texts cut after random tokens.  I: all K masks after a cut are trained with equal
+weight.  II, from `refine` on: in a suffix of random length R up to K, the token at distance i from the cut weighs
+alpha^(R - i), so that tokens next to the committed text matter most.
 
-With `pretrained` a published diffusion language model drafts as it is (`lab.diffusion_lm`): it reads the whole text
-again in every step, since it attends in both directions, and is not trained here.
+With `pretrained`, a published diffusion language model drafts without further training (`lab.diffusion_lm`); it reads
+the whole text again in every step, since it attends in both directions.
 
-Differs from the paper: its drafter is a pretrained diffusion language model that was trained on; what is trained here
-begins from scratch, or from layers of the target (`init_from_layers`).  The text is read causally, so that its keys
-stay valid. The masks themselves mark the cut, without a separator.  A block has all its masks in stage II too, as in
-serving: R says which of them are learnt.
+Differs from the paper: the paper trains a pretrained diffusion language model further; here training starts from
+scratch, or
+from layers of the target (`init_from_layers`).  The text is read causally, so its keys stay valid.  The masks
+themselves mark the cut, without a separator.  In stage II a block still has all its masks, as in serving; R decides
+which of them are trained.
 
-Use it where no state of the target can be read, or where a diffusion language model with the target's tokenizer is
-there already.
+Use it if no state of the target can be read, or if there is a diffusion language model with the target's tokenizer.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Config(LayerConfig):
     """Most blocks trained per text and step."""
     mask_token: MaskToken = None
     refine: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of the training, 0 to 1, after which stage II begins."""
+    """Share of the training, 0 to 1, after which stage II starts."""
     alpha: PositiveFloat = 1.02
     """In stage II a token weighs this many times as much as the token after it."""
 
@@ -92,7 +92,7 @@ class Model(DraftModel, MaskedModule):
     ) -> Tensor:
         """States [B, blocks, K, H] of masks after tokens [B, C].
 
-        places [B or 1, C + blocks * K], of tokens and then of masks; mask has as many columns, or all of `cache`.
+        positions [B or 1, C + blocks * K], of tokens and then of masks; mask has as many columns, or all of `cache`.
         """
         x = self.words(tokens, blocks * self.config.block, self.norm.weight.dtype)
         cos_sin, attend = rotary(positions.expand(len(x), -1), self.shape), attending(mask, cache)
@@ -122,7 +122,7 @@ class Model(DraftModel, MaskedModule):
         """What a learnt row weighs in this stage, [K] or [B, A, K]."""
         if self.progress < self.config.refine:
             return torch.ones(self.config.block, device=at.device)
-        # on the CPU, whose random state a checkpoint keeps
+        # on the CPU, whose random state a checkpoint stores
         lengths = batch.random(functools.partial(torch.randint, 1, self.config.block + 1), *at.shape[1:])
         return suffix_weights(lengths, self.config.block, self.config.alpha).to(at.device)
 
@@ -178,7 +178,7 @@ class MaskDrafter(Drafter):
         self._packed.refresh()
 
     def allocate(self, cache: Cache) -> SlotCache:
-        # besides the text: the masks, and as many columns again, since slots bring unequal numbers of new tokens
+        # the text, the masks, and as many columns again, since slots have unequal numbers of new tokens
         length = cache.length + 2 * (self.limit + 1)
         return SlotCache(cache.slots, length, self.model.target.device, len(self.model.layers))
 
@@ -203,7 +203,7 @@ class MaskDrafter(Drafter):
 
     @torch.inference_mode()
     def _pass(self, memory: SlotCache, rows: Sequence[int], texts: Sequence[list[int]]) -> Tensor:
-        """Read what the cache lacks of these texts, and a block of masks after each: states [R, K, H]."""
+        """States [R, K, H] of a block of masks after each text, whose new tokens are read too."""
         device, block = self.model.target.device, self.limit
         pieces = [text[memory.lengths[row] :] for row, text in zip(rows, texts, strict=True)]
         tokens, counts = padded(pieces, 0, device), torch.tensor([len(piece) for piece in pieces], device=device)

@@ -1,21 +1,20 @@
-"""Speculative Jacobi-Denoising (SJD2): guesses begin as noise in the embeddings and lose some of it in every pass.
+"""Speculative Jacobi-Denoising (SJD2): guesses start as noise in the embeddings, which is reduced in every pass.
 (arXiv 2510.08994; the loop without noise: `jacobi`.)
 
-Behind the last drafted node of the verified pass stand `window` noised embeddings, each of which sees the draft and
-those before it.  The row before a place predicts its token; in the next pass that token's embedding stands there with
-one level less of noise.  A place without noise is drafted: its token is drawn from the row's own distribution, which is
-q.  After the acceptance rule has found where the draft ends, the places after that one go on, and new ones begin as
-pure noise.  A step is one pass.
+In the verified pass the last drafted node is followed by `window` noised embeddings, each of which sees the draft and
+those before it.  The row before a place predicts its token; in the next pass the place has that token's embedding with
+one level less noise.  A place without noise is drafted: its token is drawn from the row's distribution, which is q.
+Places after the accepted part of the draft continue, and new ones start as pure noise.  A step is one pass.
 
-`TargetModel` trains the target to predict what comes after noised embeddings; the result is a target of its own, and
-texts are exact relative to it.
+`TargetModel` trains the target to predict what follows noised embeddings; the result is a new target, and the output is
+exact relative to it.
 
 Differs from the paper, which is about images: noise falls linearly (rectified flow), in `levels` steps; the noise of a
-place stays the same, so that texts do not depend on what else is in the batch; windows of training stand behind drawn
-positions, hold the model's own guesses, right or wrong, and their noise rises along the window, all as in serving; and
-the rows of text learn the target's own distribution by KL (`ar`).
+place is fixed, so that texts do not depend on the rest of the batch; windows in training follow sampled positions, with
+the model's own guesses, right or wrong, and increasing noise, all as in serving; and the rows of text learn the
+target's own distribution by KL (`ar`).
 
-Use it to go on from it: on text, after a short training, it is slower than the target alone.
+Use it for further research: on text, after a short training, it is slower than the target alone.
 
 B live slots, N drafted nodes, W places of the window, m rows that predict, A drawn positions of a text, H hidden size,
 V vocabulary.
@@ -48,7 +47,7 @@ ROWS = 2048
 class Config(Base):
     kind: Literal["jacobi_denoising"] = "jacobi_denoising"
     window: PositiveInt = 8
-    """Noised embeddings behind the draft, and most tokens drafted per step."""
+    """Noised embeddings after the draft, and most tokens drafted per step."""
     levels: PositiveInt = 2
     """Passes from pure noise to a drafted token."""
     anchors: PositiveInt = 64
@@ -56,15 +55,15 @@ class Config(Base):
 
 
 class Window(NamedTuple):
-    """What the last pass knows of the places after a slot's anchor."""
+    """The last pass's predictions for the places after a slot's anchor."""
 
     logits: Tensor
     """[m, V]; row j predicts the token at place j."""
     levels: list[int]
-    """Noise of these places: 0 for one that can be drafted, never falling along the window."""
+    """Noise levels of these places, not decreasing along the window; a place of level 0 can be drafted."""
 
     def noised(self, drafted: int, count: int, most: int) -> tuple[Tensor, list[int]]:
-        """Tokens and levels of `count` places behind the drafted ones.  A place that no row predicts is pure noise."""
+        """Tokens and levels of `count` places after the drafted ones.  A place without a prediction is pure noise."""
         tokens = self.logits[drafted : drafted + count].argmax(-1)
         levels = self.levels[drafted : drafted + count]
         missing = count - len(levels)
@@ -72,7 +71,7 @@ class Window(NamedTuple):
 
 
 class JacobiDenoising(Drafter):
-    """Its memory: the `Window` of every slot, None before the first pass."""
+    """Its memory is the `Window` of every slot, None before the first pass."""
 
     def __init__(self, target: Target, config: Config):
         target.check_probe()
@@ -81,7 +80,7 @@ class JacobiDenoising(Drafter):
         words = target.embed(some(target.spec.vocabulary).to(target.device))
         noise = torch.randn(config.window, words.shape[-1], generator=torch.Generator().manual_seed(0))
         self.noise = noise.to(words) * spread(words)
-        """[W, H]; a place takes the row of its number in the text, modulo W."""
+        """[W, H]; a place uses the row of its position in the text, modulo W."""
 
     def allocate(self, cache: Cache) -> list[Window | None]:
         return [None] * cache.slots
@@ -127,7 +126,7 @@ class JacobiDenoising(Drafter):
             old_levels = [] if window is None else window.levels[: drafted + self.limit]
             levels = [*old_levels, *[most] * (drafted + self.limit - len(old_levels))]
             logits = torch.cat([scores.logits[b, count + 1 : drafted + 1], probed[b]])
-            # the next token stands at the first place that was not accepted; the last row predicts a new one
+            # the next token takes the first place that was not accepted; the last row predicts a new one
             later = [max(0, level - 1) for level in [*levels[count + 1 :], most]]
             memory[row] = Window(logits[: 2 * self.limit], later[: 2 * self.limit])
 
@@ -147,18 +146,18 @@ def build(config: Config, target: Target) -> JacobiDenoising:
 
 
 def noised(embeddings: Tensor, noise: Tensor, shares: Tensor) -> Tensor:
-    """Embeddings [..., H] of which `shares` [...] is noise."""
+    """Embeddings [..., H] mixed with `shares` [...] of noise."""
     shares = shares.to(embeddings)[..., None]
     return (1 - shares) * embeddings + shares * noise
 
 
 def some(vocabulary: int) -> Tensor:
-    """Ids whose embeddings say how large one is."""
+    """Ids whose embeddings `spread` measures."""
     return torch.arange(min(vocabulary, 4096))
 
 
 def spread(embeddings: Tensor) -> float:
-    """How large a number of an embedding is: the root of their mean square, which noise has too."""
+    """Root mean square of embeddings, which the noise has too."""
     return float(embeddings.float().square().mean().sqrt())
 
 
@@ -166,7 +165,7 @@ def spread(embeddings: Tensor) -> float:
 
 
 class TargetModel(target_model.ProbedTargetModel):
-    """The target that predicts from noised embeddings of its own guesses."""
+    """A target that predicts from noised embeddings of its own guesses."""
 
     is_causal = True
 
@@ -176,7 +175,7 @@ class TargetModel(target_model.ProbedTargetModel):
         self.block = config.window
 
     def inputs(self, tokens: Tensor, documents: Tensor, at: Tensor) -> Tensor:
-        """Noised embeddings of the model's own guesses, which a first pass makes of noise alone, as in serving."""
+        """Noised embeddings of the model's own guesses, from a first pass over pure noise, as in serving."""
         words = self.words(some(self.target.spec.vocabulary).to(at.device)).detach()
         # on the CPU, whose random state a checkpoint stores
         noise = torch.randn(len(at), at.shape[1] * self.block, words.shape[-1]).to(words) * spread(words)
@@ -194,5 +193,5 @@ class TargetModel(target_model.ProbedTargetModel):
         return torch.cat(parts).view(rows.shape[:3])
 
     def drafter(self) -> JacobiDenoising:
-        """For its own copy of the weights, which is `drafter().target`."""
+        """A drafter with a copy of the weights as its target, `drafter().target`."""
         return JacobiDenoising(self.trained_target(), self.config)

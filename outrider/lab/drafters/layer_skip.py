@@ -1,14 +1,15 @@
 """Layer skip: the target drafts for itself with some of its sublayers left out.  (SWIFT 2410.06916; LayerSkip
 2404.16710.)
 
-Drafts read the target's own keys and values, and write theirs after them, where the verifying pass writes next.  Which
-sublayers are left out is a setting, or the result of `outrider lab layers` on the user's own prompts
-(`training.fitting`), or of a search while decoding (`search`, `lab.sublayer_search`); the simplest choice is to exit
-early, after some layers, with the target's norm and head.  Needs no training.
+Drafts read the target's keys and values and write theirs after them, where the verifying pass then writes.  The skipped
+sublayers are a setting, the result of `outrider lab layers` on the user's prompts (`training.fitting`), or of a search
+while decoding (`search`, `lab.sublayer_search`).  The simplest choice is an early exit after some layers, with the
+target's norm and head.  Needs no training.
 
-Differs from LayerSkip: the verifying pass runs whole, and does not continue from the draft's states.
+Differs from LayerSkip: the verifying pass runs all layers and does not continue from the draft's states.
 
-Use it where nothing can be trained, passes are long and layers many; on the demo target, with 16, it does not pay.
+Use it if nothing can be trained and the target has many layers and slow passes.  It does not pay on the demo target,
+which has 16.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -46,7 +47,7 @@ METHOD = Method(
 )  # fmt: skip
 
 LENGTH, MIN_CONFIDENCE = 6, 0.4
-"""Tokens of a draft, and the probability below which it ends, where neither the config nor a saved set has them."""
+"""Defaults without a saved set: tokens of a draft, and the probability below which it ends."""
 
 
 class Config(Base):
@@ -58,11 +59,11 @@ class Config(Base):
     """Layers whose attention is left out, counted from 0; every second layer is left out whole where nothing is
     given."""
     skip_mlp: tuple[NonNegativeInt, ...] | None = None
-    """Layers whose MLP is left out, counted from 0."""
+    """Layers whose MLP is skipped, counted from 0."""
     exit_layer: PositiveInt | None = None
-    """This layer and all after it are left out whole: the draft exits early."""
+    """First layer of an early exit: this layer and all after it are skipped."""
     length: PositiveInt | None = None
-    """Most tokens drafted per step; the saved set's unless given, or 6."""
+    """Most tokens drafted per step; defaults to the saved set's, or 6."""
     min_confidence: Annotated[float, Field(ge=0, le=1)] | None = None
     """A draft ends before the first token whose likeliest choice has a lower probability; the saved set's unless given,
     or 0.4."""
@@ -81,16 +82,16 @@ class Config(Base):
 
 @dataclass
 class Memory:
-    """The target's own cache, and what drafted in the step that is open."""
+    """The target's own cache, and the set that drafted in the current step."""
 
     cache: Cache
     skip: Skip | None = None
-    """None where no draft was asked for."""
+    """None if there is no draft."""
     passes: int = 0
 
 
 class LayerSkip(Drafter):
-    """Drafts a chain with what is left of the target."""
+    """Drafts a chain with the target's remaining sublayers."""
 
     confidence_before_draw = True
 
@@ -114,7 +115,7 @@ class LayerSkip(Drafter):
                 memory.passes += 1
                 logits = state.judge.masked(read(token[:, None])[:, -1], sampler.tokens)
                 sure = probability(logits)
-                # known before this position's token is drawn, so that a draft's end does not depend on it
+                # before this position's token is drawn, so that the end of a draft does not depend on it
                 goes_on &= (sure >= self.min_confidence).cpu() & (depth < budget)
                 if not goes_on.any():
                     break
@@ -124,7 +125,7 @@ class LayerSkip(Drafter):
         return sampler.draft(sizes, torch.stack(sureness, 1) if sureness else None)
 
     def observe(self, memory: Memory, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
-        # a slot that ended inside its block did not show what it would have accepted
+        # for a slot that ended within its draft, the acceptance of later nodes is unknown
         ended = zip(accepted.paths, accepted.next_tokens, strict=True)
         tokens = [1 + len(path) for path, following in ended if following >= 0]
         if self.search is not None and memory.skip is not None and tokens:
@@ -170,7 +171,7 @@ def _saved(path: str, target: Target) -> tuple[Skip, int, float]:
 
 
 def _chosen(config: Config, target: Target, possible: Skip) -> Skip:
-    """The sublayers that the config leaves out.  Raises DrafterError for what can't be."""
+    """The sublayers that the config skips.  Raises DrafterError for those that the target needs."""
     layers = target.spec.layers
     if config.exit_layer is not None and config.exit_layer >= layers:
         raise DrafterError(f"exit_layer must be below the target's {layers} layers, got {config.exit_layer}; lower it")
@@ -189,8 +190,7 @@ def _chosen(config: Config, target: Target, possible: Skip) -> Skip:
         if missing:
             raise DrafterError(
                 f"exit_layer {config.exit_layer} would leave out layer {missing[0]}, which this target needs; choose "
-                "a higher "
-                f"one"
+                "a higher one"
             )
         sets.append(frozenset(indices or ()) | frozenset(skipped))
     return Skip(*sets)

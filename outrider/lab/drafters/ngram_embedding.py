@@ -1,16 +1,16 @@
-"""Hashed n-grams: the next token from the mean of what the last few tokens look up in tables, and nothing else.
+"""Hashed n-grams: the next token from the mean of embeddings that the last few tokens look up in tables.
 
-The tables are those of LongCat-Flash-Lite (arXiv 2601.21204), which has them before a target's layers; here they stand
-before its output layer: logits = head(norm(mean of [P E(x_i), P_j T_j[row_j]])), a neural n-gram model of a few
-lookups and three products a token.  It reads no state of the target and stores nothing of a request; a node's tokens
-are those of its own branch.  Any loss trains it: every token of a text is a row.
+The tables are those of LongCat-Flash-Lite (arXiv 2601.21204), which has them before a target's layers; here they are
+before its output layer: logits = head(norm(mean of [P E(x_i), P_j T_j[row_j]])), a neural n-gram model with a few
+lookups and three products per token.  It reads no state of the target and stores nothing for a request; each node uses
+the tokens of its own branch.  Any loss trains it: every token of a text is a row.
 
-Differs from the paper's layer: E is the target's own embedding and passes through a matrix of its own, since the head
-does not read embeddings; a norm follows the mean, since the head reads normed states; tables begin at 0, so that an
-n-gram that was never trained adds nothing.
+Differs from the paper's layer: E is the target's embedding and goes through a matrix, since the head does not read
+embeddings; a norm follows the mean, since the head reads normed states; tables are 0 at first, so an n-gram that was
+never trained adds nothing.
 
-Use it where a drafted token may cost a few lookups and no layer; the one short training that was measured is no faster
-than `ngram`.
+Use it if a drafted token may cost a few lookups but no layer.  In the one short training that was measured it was no
+faster than `ngram`.
 
 B live slots, S tokens, n order, H hidden size, V vocabulary.
 """
@@ -40,24 +40,24 @@ from outrider.targets.protocol import Target
 class Config(Base):
     kind: Literal["ngram_embedding"] = "ngram_embedding"
     order: int = Field(default=3, ge=2)
-    """Longest n-gram: how many tokens a guess is made from."""
+    """Longest n-gram: number of tokens that a prediction depends on."""
     splits: PositiveInt = 2
-    """Tables of each order; n-grams that share a row of one rarely share that of another."""
+    """Tables per order; n-grams that share a row of one rarely share a row of another."""
     ratio: PositiveInt = 4
-    """Number of rows of a table for each token of the vocabulary."""
+    """Rows of a table per token of the vocabulary."""
     dim: PositiveInt = 64
     """Width of a row."""
     boundaries: tuple[NonNegativeInt, ...] | None = None
-    """Tokens that n-grams do not reach beyond; the target's end tokens unless given."""
+    """Tokens that n-grams do not cross; by default the target's end tokens."""
     length: PositiveInt = 4
     """Tokens drafted per step; levels of a tree."""
     width: PositiveInt = 1
-    """Most children of a node; above 1 the draft is a tree: the likeliest paths at temperature 0, else drawn
+    """Most children of a node; above 1 the draft is a tree, of the likeliest paths at temperature 0 or of drawn
     siblings."""
     nodes: PositiveInt = 16
     """Nodes of a tree; a chain has `length`."""
     replacement: bool = False
-    """Draw the siblings of a tree independently; no: without replacement, and more are accepted."""
+    """Draw the siblings of a tree with replacement; no: without, and more are accepted."""
 
 
 class NgramDrafter(Drafter):
@@ -90,13 +90,13 @@ class NgramDrafter(Drafter):
         return self.branching.draft(self._logits(context), read_one, expand, budget, state)
 
     def _logits(self, context: Tensor) -> Tensor:
-        """[..., V] after each context [..., n], newest token first, -1 where there is none."""
+        """Logits [..., V] after each context [..., n], newest token first, -1 for none."""
         with prepacked.enabled():
             return self.model.logits(self.model(context))
 
 
 class Model(DraftModel):
-    """The tables, and the matrix of the word itself."""
+    """The tables, and the matrix of the token's own embedding."""
 
     taps: tuple[int, ...] = ()
 

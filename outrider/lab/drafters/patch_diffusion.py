@@ -1,21 +1,21 @@
 """Patch diffusion: the local layers of a target of bytes fill a block of masks in one or a few passes, in both
 directions.  (BLT-DV: Fast Byte Latent Transformer, arXiv 2605.08044.)
 
-The block is the anchor's byte and `block` masks after it.  Its rows see the text and one another, and stand on the
-latent of the last patch that was read; the global model does not run.  In each of `steps` passes the bytes of which it
-is surest are filled in, for the next pass to see.  The same target then verifies the block byte by byte.
+The block is the anchor's byte and `block` masks after it.  Its rows see the text and each other, and use the latent of
+the last patch that was read; the global model does not run.  Each of `steps` passes fills in the bytes with the highest
+confidence, which the next pass sees.  The same target then verifies the block byte by byte.
 
-q is the softmax of each row's own, from the pass in which it was filled.  What is filled in is the likeliest byte, so
-rows depend on the text alone, and drawing them independently is exact.
+q is the softmax of each row from the pass that filled it.  The likeliest byte is filled in, so rows depend only on the
+text, and drawing them independently is exact.
 
-`TargetModel` trains the target's weights on for such blocks; the result is a target of its own, which writes alone as
-well, and texts are exact relative to it.
+`TargetModel` trains the target's weights further for such blocks.  The result is a new target, which can also decode
+alone; the output is exact relative to it.
 
-Differs from the paper: blocks stand after drawn positions of a text, not side by side over all of it; every second one
-is masked whole; bytes are filled in by confidence alone; and the rows of text learn the target's own distribution by KL
-(`ar`), where the paper has cross entropy of the text.
+Differs from the paper: blocks follow sampled positions of a text, not each other over all of it; every second one is
+masked whole; bytes are filled in by confidence alone; and the rows of text learn the target's own distribution by KL
+(`ar`), the paper's learn the text by cross entropy.
 
-Use it where a target of bytes has a global model far wider than its local layers, and may be trained.
+Use it if the target reads bytes, has a global model far wider than its local layers, and can be trained.
 
 B live slots, A drawn positions of a text, K masks of a block, H hidden size, V vocabulary.
 """
@@ -49,14 +49,14 @@ class Config(Base):
     steps: PositiveInt = 1
     """Passes of the local layers that fill a block."""
     mask_token: NonNegativeInt | None = None
-    """Id of the target's token that stands for masks.  Unless given: the tokenizer's mask token, else the first unused
-    row of the embedding."""
+    """Id of the target's token for masks.  Defaults to the tokenizer's mask token, else to the first unused row of the
+    embedding."""
     anchors: PositiveInt = 32
     """Most blocks trained per text and step."""
 
 
 class PatchDiffusion(Drafter):
-    """Its memory is the target's own cache; nothing of a block stays there."""
+    """Its memory is the target's own cache, which keeps nothing of a block."""
 
     def __init__(self, target: Target, config: Config):
         self.target = stale.patched(target, config.kind)
@@ -93,8 +93,8 @@ class PatchDiffusion(Drafter):
 
 
 def surest(logits: Tensor, count: int) -> Tensor:
-    """Which `count` rows of each slot, of logits [B, K, V], give their likeliest byte most; bool [B, K]."""
-    sure = logits.softmax(-1).amax(-1).nan_to_num(-1.0)  # a row without any byte is one that was filled
+    """[B, K] bool, True for the `count` rows of each slot that are most confident, by logits [B, K, V]."""
+    sure = logits.softmax(-1).amax(-1).nan_to_num(-1.0)  # a row that was filled is -inf throughout
     return torch.zeros_like(sure, dtype=torch.bool).scatter(1, sure.topk(min(count, sure.shape[1]), 1).indices, True)
 
 
@@ -106,7 +106,7 @@ def build(config: Config, target: Target) -> PatchDiffusion:
 
 
 class TargetModel(target_model.TargetModel):
-    """The target that fills blocks.  After a drawn position stand the next byte, as the anchor, and K rows."""
+    """A target that fills blocks: after a sampled position come the next byte, as the anchor, and K rows."""
 
     def __init__(self, config: Config, target: Target):
         super().__init__(with_mask(config, target), target)
@@ -118,7 +118,7 @@ class TargetModel(target_model.TargetModel):
         shares = 2 * torch.rand(*anchors.at.shape, 1)  # on the CPU, whose random state a checkpoint stores
         chance = torch.rand(*anchors.at.shape, self.block)
         masked = ((chance < shares) | (chance == chance.amin(-1, keepdim=True))).to(anchors.at.device)
-        # what is not learnt may be another text's
+        # bytes that are not trained may belong to another text
         states = self.read(batch.tokens, batch.documents, anchors.at, masked | ~anchors.loss_mask)
         return target_model.Rows(self, batch, anchors._replace(loss_mask=anchors.loss_mask & masked), states)
 
@@ -139,5 +139,5 @@ class TargetModel(target_model.TargetModel):
         return torch.cat([states[:, :length], rows.flatten(1, 2)], 1)
 
     def drafter(self) -> PatchDiffusion:
-        """For its own copy of the weights, which is `drafter().target`."""
+        """A drafter with a copy of the weights as its target, `drafter().target`."""
         return PatchDiffusion(self.trained_target(), self.config)

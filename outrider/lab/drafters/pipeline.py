@@ -1,19 +1,19 @@
-"""Pipeline: guesses one token from the states of tokens that are still on their way through the target's stages.
+"""Pipeline: guesses one token from the states of tokens that are still passing through the target's stages.
 (Speculative Pipeline Decoding, arXiv 2605.30852.)
 
-The target is cut into `stages` ranges of layers.  While a token has passed d of them, only the taps of those are known;
-each number of known taps has a linear layer that makes one feature of them.  One decoder layer reads pairs of a token
-and the feature of the token before it, and predicts the next token.  Training shows it what it sees when served: from
-every drawn position, the tokens of the last `fill` - 1 places have passed as many stages as they are places back, those
-before have passed all.  `fill` is drawn from 1 to `stages`, since after a wrong guess the pipeline fills up again.
+The target is split into `stages` ranges of layers.  Of a token that has passed d of them, only the taps of those are
+available; each number of taps has a linear layer that fuses them.  One decoder layer reads pairs of a token and the
+feature of the token before it, and predicts the next token.  Training has the same inputs as serving: before a sampled
+position, the last `fill` - 1 tokens have passed as many stages as they are places back, earlier ones have passed all.
+`fill` is sampled from 1 to `stages`, since after a wrong guess the pipeline fills up again.
 
-In the ordinary loop a step begins with one token in flight, the anchor, and everything before it known: it drafts one
-token.  `lab.pipeline` is the loop of its own, where stages and drafter work side by side.
+In the ordinary loop a step begins with one token in flight, the anchor, and drafts one token.  `lab.pipeline` has its
+own loop, in which stages and drafter run side by side.
 
-Differs from the paper: rows are pairs, as EAGLE's are, where the paper's hold a token's own states; there is one layer,
-so keys of a row depend on nothing but the row; the head is the target's; there are no trees.
+Differs from the paper: rows are pairs as in EAGLE, not a token's own states; there is one layer, so a row's keys depend
+only on the row; the head is the target's; there are no trees.
 
-Use it where the target's layers lie on several devices and one text is written at a time.
+Use it if the target's layers are on several devices and one text is generated at a time.
 
 B slots or texts, S tokens, A drawn positions, P = S - 1 pairs, K kinds of feature, T taps, H hidden size.
 """
@@ -47,16 +47,16 @@ from outrider.targets.protocol import Target
 class Config(LayerConfig):
     kind: Literal["pipeline"] = "pipeline"
     stages: PositiveInt = 4
-    """Ranges of layers that the target is cut into."""
+    """Ranges of layers that the target is split into."""
     taps: tuple[int, ...] | None = None
-    """Target layers it reads, counted from 0; unless given, the last layers of the stages 1, 3 and 6, and the layer
-    before the target's last."""
+    """Target layers it reads, counted from 0; by default the last layers of stages 1, 3 and 6, and the target's
+    second to last layer."""
     anchors: PositiveInt | None = None
-    """Most positions trained per text and step; all unless given."""
+    """Most positions trained per text and step; by default all."""
 
 
 class Model(DraftModel):
-    """A linear layer for each number of known taps, one layer of pairs, a norm; the head is the target's."""
+    """A linear layer for each number of available taps, one layer of pairs and a norm; the head is the target's."""
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
@@ -70,7 +70,7 @@ class Model(DraftModel):
                 f"{ends[0] - 1}; add one of these"
             )
         self.known = [sum(tap < end for tap in self.taps) for end in ends]
-        """Taps that are known of a token that has passed 1, 2, ... stages."""
+        """Taps that are available of a token that has passed 1, 2, ... stages."""
         self.kinds = sorted(set(self.known))
         hidden = target.spec.hidden
         self.fc = nn.ModuleDict({str(count): nn.Linear(count * hidden, hidden, bias=False) for count in self.kinds})
@@ -78,7 +78,7 @@ class Model(DraftModel):
         self.norm = RMSNorm(hidden, self.shape.rms_norm_eps)
 
     def features(self, taps: Tensor) -> Tensor:
-        """Features [B, n, H] of the taps that are known, [B, n, T or fewer, H]."""
+        """Features [B, n, H] of the available taps, [B, n, T or fewer, H]."""
         return self.fc[str(taps.shape[2])](taps.flatten(2).to(self.dtype))
 
     def step(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -105,14 +105,14 @@ class Model(DraftModel):
         return self.step(tokens.gather(1, at), pair_features, positions, lambda q, *_: attention(q, *keys, mask))
 
     def kind(self, back: Tensor, fill: Tensor) -> Tensor:
-        """Index of the kind of feature that the pair so many places back has where `fill` tokens are in flight."""
+        """Index of the kind of feature of the pair `back` places back if `fill` tokens are in flight."""
         stages = back + 1  # the feature is of the token before the pair's own
         of = torch.tensor([self.kinds.index(count) for count in (self.known[0], *self.known)], device=back.device)
         return torch.where(stages >= fill, len(self.kinds) - 1, of[stages.clamp(0, self.config.stages)])
 
     def mask(self, documents: Tensor, at: Tensor, fill: Tensor) -> Tensor:
-        """What the pairs at `at` [B, A] attend to, [B, A, K, P] bool: earlier pairs of their own text and themselves,
-        each with the feature that is known of it."""
+        """Mask [B, A, K, P] bool of the pairs at `at` [B, A]: they attend to themselves and earlier pairs of their
+        text, each with its available kind of feature."""
         back = at[..., None] - torch.arange(documents.shape[1] - 1, device=at.device)
         is_before = (back >= 0) & (documents.gather(1, at)[..., None] == documents[:, None, :-1])
         kinds = torch.arange(len(self.kinds), device=at.device)[:, None]
@@ -142,15 +142,15 @@ def _taps(ends: Sequence[int]) -> tuple[int, ...]:
 
 
 class Pipeline(PairDrafter, PipelineDrafter):
-    """Reads the pairs of committed tokens once; those of tokens in flight in every guess, since more of them becomes
-    known."""
+    """Reads the pairs of committed tokens once, and those of tokens in flight in every guess, with more taps each
+    time."""
 
     def __init__(self, model: Model):
         super().__init__(model, 1, 2)
         self.stages: int = model.config.stages
 
     def allocate(self, cache: Cache) -> FeatureMemory:
-        # besides the text's pairs: those in flight, and columns where slots bring unequal numbers of pairs
+        # the text's pairs, those in flight, and columns since slots have unequal numbers of pairs
         return FeatureMemory(cache.slots, cache.length + self.stages + self.most + 1, 1, self.model)
 
     def draft(self, memory: FeatureMemory, state: DecodeState, sizes: Tensor) -> Draft:
@@ -194,15 +194,15 @@ class Pipeline(PairDrafter, PipelineDrafter):
 
 
 class Rows(DetachedRows):
-    """Predictions from drawn positions; the row of position i has label token i + 2, and for its depth how many tokens
-    were in flight before the newest."""
+    """Predictions from sampled positions; the row of position i has label token i + 2, and its depth is the number of
+    tokens in flight before the newest."""
 
     def __init__(self, model: Model, batch: Batch):
         anchors = sample_anchors(batch, model.config.anchors or batch.tokens.shape[1], 2, 1)
         # on the CPU, whose random state a checkpoint stores
         fill = batch.random(functools.partial(torch.randint, 1, model.config.stages + 1), *anchors.at.shape[1:])
         fill = fill.to(anchors.at.device)
-        # no more are in flight than the text has
+        # no more in flight than tokens of the text
         fill = torch.minimum(fill, batch.positions.gather(1, anchors.at) + 2)
         states = model.drafted(batch, anchors.at, fill).flatten(0, 1)
         row = torch.arange(len(states), device=states.device)

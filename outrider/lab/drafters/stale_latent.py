@@ -1,15 +1,14 @@
 """Stale latent: a target of bytes and patches drafts with its own local decoder, past the end of the patch.  (BLT-S:
 Fast Byte Latent Transformer, arXiv 2605.08044.)
 
-Where a patch ends, its latent is missing until the global model has read it.  The local layers write on without it, on
-the last latent there is, for `length` bytes; then one whole pass reads all of them, runs the global model once over all
-patches that ended among them, and verifies.  Up to the end of the patch in which the anchor stands, drafted bytes are
-the target's own.
+At the end of a patch, its latent is missing until the global model has read it.  The local layers continue with the
+last latent for `length` bytes; then one whole pass reads all of them, runs the global model once over all new patches,
+and verifies.  Up to the end of the anchor's patch, drafted bytes are the target's own.
 
-Needs no training and has no weights.  Differs from the paper: sampled too, by the acceptance rule, with the local
-layers' own distribution as q; where the anchor is the last byte of its patch, the draft begins on a stale latent.
+Needs no training and has no weights.  Differs from the paper: sampling too, by the acceptance rule with the local
+layers' distribution as q; if the anchor is the last byte of its patch, the draft starts with a stale latent.
 
-Use it where a target of bytes has a global model far wider than its local layers, and nothing can be trained.
+Use it if the target reads bytes, has a global model far wider than its local layers, and can't be trained.
 
 B live slots, V vocabulary.
 """
@@ -38,7 +37,7 @@ class Config(Base):
 
 
 class StaleLatent(Drafter):
-    """Its memory is the target's own cache, where drafted bytes stand until the pass that verifies them."""
+    """Its memory is the target's own cache, which has the drafted bytes until they are verified."""
 
     def __init__(self, target: Target, config: Config):
         self.target, self.limit = stale.patched(target, config.kind), config.length

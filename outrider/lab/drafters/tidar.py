@@ -1,23 +1,22 @@
-"""TiDAR: one pass of one model verifies a draft and writes the next one, in masks behind every place where it may end.
-(arXiv 2511.08923.)
+"""TiDAR: one pass of one model verifies a draft and makes the next one, in masks after every node.  (arXiv
+2511.08923.)
 
-Behind the anchor and every drafted node stand `block` masks.  They see what that row sees and each other in both
-directions; no row of the text sees them, and none is cached.  After the acceptance rule has found where the draft
-ends, the masks behind that row are the next draft: a step is one pass of block + 1 + (block + 1) * block rows.  Slots
-of a block are independent, so q is the softmax of each mask's own row.
+The anchor and every drafted node are followed by `block` masks.  They see what their node sees and each other in both
+directions; no row of the text sees them, and they are not cached.  The masks after the last accepted node give the next
+draft, so a step is one pass of block + 1 + (block + 1) * block rows.  Slots of a block are independent, so q is the
+softmax of each mask's own row.
 
-The model is a language model whose weights were trained for both: `TargetModel` continues a target's weights on rows of
-text, and on masks behind drawn positions of it.  The result is a target of its own, which writes alone as well: texts
-are exact relative to it, not to the target that it began from.  Masks are a token of it, so the drafter has no weights.
+One language model is trained for both: `TargetModel` trains a target's weights further on rows of text and on masks
+after sampled positions.  The result is a new target, which can also decode alone; the output is exact relative to it,
+not to the original target.  Masks are one of its tokens, so the drafter has no weights.
 
-Differs from the paper: the mask at place t + 1 predicts token t + 2, as a language model's rows do, not its own place,
-and token t + 1 is always the acceptance rule's, so the first mask does not know it; masks stand behind drawn positions,
-not behind the whole text in blocks; the rows of text learn the target's own distribution by KL (`ar`), so that the
-model stays near it, where the paper has cross entropy of labels; and none stands behind a prompt, so a text's first
-step drafts nothing.
+Differs from the paper: the mask at place t + 1 predicts token t + 2, as in a language model, not its own place, and
+token t + 1 is always the acceptance rule's, so the first mask does not see it; masks follow sampled positions, not the
+whole text in blocks; the rows of text learn the target's own distribution by KL (`ar`), so that the model stays near
+it, the paper's learn labels by cross entropy; and prompts have no masks, so a text's first step drafts nothing.
 
-Use it where the target's own weights may be trained for long, and more rows in a pass cost nothing; after a short
-training it is slower than the target alone.
+Use it if the target's own weights can be trained for long and more rows in a pass are free.  After a short training it
+is slower than the target alone.
 
 B live slots, N drafted nodes, A drawn positions of a text, K masks of a block, H hidden size.
 """
@@ -46,16 +45,16 @@ from outrider.targets.protocol import Target
 class Config(Base):
     kind: Literal["tidar"] = "tidar"
     block: PositiveInt = 4
-    """Masks behind every row of the verified pass, and tokens drafted per step."""
+    """Masks after every row of the verified pass, and tokens drafted per step."""
     mask_token: NonNegativeInt | None = None
-    """Id of the target's token that stands for masks.  Unless given: the tokenizer's mask token, else the first unused
-    row of the embedding."""
+    """Id of the target's token for masks.  Defaults to the tokenizer's mask token, else to the first unused row of the
+    embedding."""
     anchors: PositiveInt = 64
     """Most blocks trained per text and step."""
 
 
 class Tidar(Drafter):
-    """Its memory: of every slot the states [K, H] of the masks behind its last token, None before the first pass."""
+    """Its memory: every slot's states [K, H] of the masks after its last token, None before the first pass."""
 
     def __init__(self, target: Target, config: Config):
         target.check_probe()
@@ -102,7 +101,7 @@ def build(config: Config, target: Target) -> Tidar:
 
 
 class TargetModel(target_model.ProbedTargetModel):
-    """The target that drafts for itself in masks."""
+    """A target that drafts for itself in masks."""
 
     is_causal = False
 
@@ -114,5 +113,5 @@ class TargetModel(target_model.ProbedTargetModel):
         return self.words(at.new_full((len(at), at.shape[1] * self.block), self.mask_token))
 
     def drafter(self) -> Tidar:
-        """For its own copy of the weights, which is `drafter().target`."""
+        """A drafter with a copy of the weights as its target, `drafter().target`."""
         return Tidar(self.trained_target(), self.config)

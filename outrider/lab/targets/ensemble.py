@@ -1,14 +1,14 @@
 """An ensemble of language models as one target: p is the weighted mean of its members' distributions.
 
-SAFE: speculation for ensembles (arXiv 2510.15346).  The first member writes: prompts, texts and drafts are in its
-tokens, and drafters read its states.  One pass of every member verifies a draft; each has its own cache, and all go
-back to the text that was accepted.  Members of the same vocabulary read the same ids; one with another tokenizer reads
-the text in its own tokens, see `alignment`.
+SAFE: speculation for ensembles (arXiv 2510.15346).  Prompts, texts and drafts are in the tokens of the first member,
+and drafters read its states.  One pass of every member verifies a draft; each has its own cache, and all are cut back
+to the accepted text.  Members with the same vocabulary read the same ids; one with another tokenizer reads the text in
+its own tokens, see `alignment`.
 
-What differs from the paper: SAFE ensembles only at some positions.  Where all members' likeliest token is the same, or
-one token has more than half of the mean, the mean need not be taken to know the greedy choice (our conditions, not the
-paper's words).  Here it is taken at every position, so that sampling is exact as well; `shares` counts where it would
-have been needed.  Its drafter is a member; here any drafter drafts, and all members verify.
+Differs from the paper: SAFE ensembles only at some positions.  If all members have the same likeliest token, or one
+token has more than half of the mean, the greedy choice is known without the mean (our conditions, not the paper's
+words).  Here the mean is computed at every position, so that sampling is exact too; `shares` counts where it was
+needed.  SAFE drafts with a member; here any drafter drafts, and all members verify.
 
 Temperature, penalties and bans apply to the logarithm of the mean, as to any target's logits.  So p at temperature T is
 the mean to the power of 1 / T, normalised, not the mean of the members' distributions at T.
@@ -50,13 +50,13 @@ ENSEMBLED, DISAGREED, CHANGED, UNDECIDED = 1, 2, 4, 8
 
 @dataclass(eq=False)
 class Shares:
-    """Of all committed positions: where the members had a say, and where it mattered."""
+    """Counts of committed positions: where members were ensembled, and where it mattered."""
 
     positions: int = 0
     ensembled: int = 0
-    """Some other member said what follows; elsewhere p is the first member's."""
+    """Some other member had a distribution; elsewhere p is the first member's."""
     disagreed: int = 0
-    """Not all of those who spoke have the same likeliest token."""
+    """Not all of these members have the same likeliest token."""
     changed: int = 0
     """The likeliest token of the mean is not the first member's."""
     undecided: int = 0
@@ -393,12 +393,12 @@ def load(
     name: str, description: Description, load_target: Callable[..., TransformersTarget], *, revision: str | None,
     tensor_parallel: int, **options: Any,
 ) -> Any:  # fmt: skip
-    """The target of a folder of an ensemble.  It has what serving and measuring ask of a TransformersTarget, and
-    refuses what needs one model."""
+    """The target of an ensemble's folder.  It has what serving and measuring need of a TransformersTarget, and refuses
+    what needs one model."""
     if tensor_parallel > 1:
-        raise ConfigError(f"tensor_parallel shares out one model, and {name} is an ensemble; leave it out")
+        raise ConfigError(f"tensor_parallel splits one model, but {name} is an ensemble; leave it out")
     if revision is not None:
-        raise ConfigError(f"revision {revision!r} is one checkpoint's, and {name} is an ensemble; leave it out")
+        raise ConfigError(f"revision {revision!r} names one checkpoint, but {name} is an ensemble; leave it out")
     nested = [member for member in description.members if described(member) is not None]
     if nested:
         raise ConfigError(f"{nested[0]} is an ensemble and can't be a member of {name}; name its members there")
