@@ -232,7 +232,7 @@ def test_a_plan_says_what_it_measured_on_the_log(folder: Path, tmp_path: Path, c
     log = questions(tmp_path / "log.jsonl", 9)
     words = ("--target", str(folder), "--log", str(log), "--probe", "7", "--method", "ngram", "--method", "eagle3")
     found = planned(tmp_path / "plan.json", *words, "--hardware", "l4")
-    assert found.probe is not None and found.probe.calls == 9 and found.probe.num_requests == 7
+    assert found.probe is not None and found.probe.calls == 9 and found.probe.wanted == 7
     loops = found.probe.left_out.get("the answer loops", 0)
     assert found.probe.requests == 7 - loops and {row.method for row in found.probe.rows} == {"ngram"}
     assert found.probe.categories == {"code": 3, "math": 3, "chat": 3}
