@@ -19,7 +19,7 @@ from outrider.decoding.state import Request
 from outrider.drafters import find
 from outrider.errors import first_line
 from outrider.fast.runner import wrong
-from outrider.fast.whole.graphs import again
+from outrider.fast.whole.graphs import rerunning
 from outrider.fast.whole.steps import WholeSteps
 from outrider.kernels.selection import acceptance_kernels
 from outrider.policies import named
@@ -86,7 +86,7 @@ def steps_of(
     """On a CPU, to rehearse, the operations of a whole step one by one."""
     state, fixed = generation.batch(target, len(requests), ends=frozenset()), named.policy("fixed", drafter)
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    recorder = None if target.device.type == "cuda" else again
+    recorder = None if target.device.type == "cuda" else rerunning
     kernels, whole = acceptance_kernels(target.device), None
     if is_whole:
         whole = WholeSteps(target, drafter, len(requests), longest, state.ends, kernels, recorder)

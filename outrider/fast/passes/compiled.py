@@ -297,10 +297,10 @@ class TracedPass(nn.Module):
         return outputs
 
 
-def _share(plain: Tensor, fast: Tensor) -> float:
+def _share(plain: Tensor, captured: Tensor) -> float:
     """The difference of logits relative to their deviation from the mean, as root mean squares."""
     plain = plain.double()
-    return float((plain - fast.double()).norm() / (plain - plain.mean(-1, keepdim=True)).norm())
+    return float((plain - captured.double()).norm() / (plain - plain.mean(-1, keepdim=True)).norm())
 
 
 @functools.lru_cache(64)
