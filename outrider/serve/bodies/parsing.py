@@ -110,7 +110,10 @@ def parse(schema: type[B], values: Any) -> B:
     """A validated body.  Raises Refusal, which names the field, what was given and what is expected."""
     if not isinstance(values, dict):
         raise invalid(f"the body is {_shown(values)}; send one JSON object")
-    fields = _few_fields(schema, values)
+    if len(values) > MOST_KEYS + len(REFUSED):
+        supported = ", ".join(sorted(schema.model_fields))
+        raise invalid(f"the body has {len(values)} fields, more than exist; leave out all but {supported}")
+    fields = dict(values)
     for name in [name for name in fields if name in REFUSED and name not in schema.model_fields]:
         neutral, advice = REFUSED[name]
         value = fields.pop(name)
@@ -120,13 +123,6 @@ def parse(schema: type[B], values: Any) -> B:
         return schema.model_validate(fields)
     except ValidationError as error:
         raise _refusal(schema, fields, error) from None
-
-
-def _few_fields(schema: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
-    if len(values) > MOST_KEYS + len(REFUSED):
-        fields = ", ".join(sorted(schema.model_fields))
-        raise invalid(f"the body has {len(values)} fields, more than exist; leave out all but {fields}")
-    return dict(values)
 
 
 def _refusal(schema: type[BaseModel], body: dict[str, Any], error: ValidationError) -> Refusal:

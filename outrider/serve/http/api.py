@@ -17,7 +17,7 @@ from outrider.serve.bodies.refusals import Refusal, internal
 from outrider.serve.bodies.request_models import ignored
 from outrider.serve.http import response_models as responses
 from outrider.serve.http.admission import Receive, Scope, Send, response_to
-from outrider.serve.http.document import document, responses_of, route_with_body
+from outrider.serve.http.document import document, responses_of, with_body
 from outrider.serve.http.page import page
 from outrider.serve.records.metrics import Telemetry
 from outrider.serve.service import Job, Kind, Service
@@ -85,27 +85,23 @@ def _add_texts(router: APIRouter, service: Service) -> None:
         job = await service.start(kind, values, len(body), state.owner, state.arrived)
         return JobResponse(service, job)
 
-    @router.post(
-        "/v1/completions", **route_with_body(responses.Completion, requests.CompletionRequest, streams=True)
-    )  # fmt: skip
+    @router.post("/v1/completions", **with_body(responses.Completion, requests.CompletionRequest, streams=True))
     async def completions(request: Request) -> Response:
         """Continue one or more prompts."""
         return await answer(request, "completion")
 
-    @router.post(
-        "/v1/chat/completions", **route_with_body(responses.ChatCompletion, requests.ChatRequest, streams=True)
-    )  # fmt: skip
+    @router.post("/v1/chat/completions", **with_body(responses.ChatCompletion, requests.ChatRequest, streams=True))
     async def chat_completions(request: Request) -> Response:
         """Answer a chat."""
         return await answer(request, "chat")
 
-    @router.post("/tokenize", **route_with_body(responses.Tokens, requests.TokenizeText, requests.TokenizeChat))
+    @router.post("/tokenize", **with_body(responses.Tokens, requests.TokenizeText, requests.TokenizeChat))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or a chat."""
         body, owner = await read_body(request, max_bytes), request.state.owner
         return JSONResponse(await service.tokenize(await service.values(body, owner), len(body), owner))
 
-    @router.post("/detokenize", **route_with_body(responses.DetokenizedText, requests.DetokenizeRequest))
+    @router.post("/detokenize", **with_body(responses.DetokenizedText, requests.DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         body, owner = await read_body(request, max_bytes), request.state.owner

@@ -9,17 +9,14 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from outrider.serve.bodies.request_models import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeChat,
-    TokenizeText,
-)
+from outrider.serve.bodies import request_models as requests
 from outrider.serve.http.response_models import Error, Event
 from outrider.serve.service import Service
 
-BODIES: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest, TokenizeText, TokenizeChat, DetokenizeRequest)
+BODIES: tuple[type[BaseModel], ...] = (
+    requests.CompletionRequest, requests.ChatRequest, requests.TokenizeText, requests.TokenizeChat,
+    requests.DetokenizeRequest,
+)  # fmt: skip
 REFUSALS = {
     400: "The request is invalid; the message says why.",
     401: "The API key is missing or unknown.",
@@ -43,7 +40,7 @@ def responses_of(model: Any, *errors: int) -> dict[int | str, dict[str, Any]]:
     return responses
 
 
-def route_with_body(model: type[BaseModel], *bodies: type[BaseModel], streams: bool = False) -> dict[str, Any]:
+def with_body(model: type[BaseModel], *bodies: type[BaseModel], streams: bool = False) -> dict[str, Any]:
     """Arguments of FastAPI for a route that parses its body, one of `bodies`, itself and returns `model`."""
     responses = responses_of(model, *(status for status in REFUSALS if status not in OF_EVERY_ROUTE))
     if streams:

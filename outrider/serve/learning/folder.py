@@ -67,7 +67,8 @@ class Folder:
         """The checkpoint of this version.  Raises ConfigError for an unknown version."""
         path = self.place(version) / "checkpoint" if version else Path(self.settings["drafter"])
         if not checkpoint.is_there(path):
-            raise ConfigError(f"{self.path} has no version {version}; it has {self._listed()}")
+            versions = ", ".join(map(str, [0, *self.versions()]))
+            raise ConfigError(f"{self.path} has no version {version}; it has {versions}")
         return path
 
     @property
@@ -96,9 +97,6 @@ class Folder:
         for version in [version for version in self.versions() if version not in used][: -self.config.versions]:
             (self.place(version) / RESULT).unlink()  # first, so that an incomplete folder is not a version
             shutil.rmtree(self.place(version), ignore_errors=True)
-
-    def _listed(self) -> str:
-        return ", ".join(map(str, [0, *self.versions()]))
 
     # ── the served version ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -167,7 +165,11 @@ def opened(config: Learning, drafter: str | Path, target: Mapping[str, Any], thr
     Raises ConfigError for a drafter that can't learn, and for a folder of another drafter.
     """
     source = Path(drafter).resolve()
-    _refuse_unteachable(drafter, source)
+    if not checkpoint.is_there(source):
+        raise ConfigError(
+            f"serve.learning needs a trained drafter, and {str(drafter)!r} is not a checkpoint: train one with "
+            "`outrider run`, or convert another project's with `outrider import`; or leave serve.learning out"
+        )
     path, weights = Path(config.folder), _hash_of(checkpoint.whole(source) / checkpoint.WEIGHTS)
     if (path / SETTINGS).exists():
         before = read_object(path / SETTINGS)
@@ -188,20 +190,9 @@ def opened(config: Learning, drafter: str | Path, target: Mapping[str, Any], thr
     return Folder(path)
 
 
-def _refuse_unteachable(drafter: str | Path, source: Path) -> None:
-    if not checkpoint.is_there(source):
-        raise ConfigError(
-            f"serve.learning needs a trained drafter, and {str(drafter)!r} is not a checkpoint: train one with "
-            "`outrider run`, or convert another project's with `outrider import`; or leave serve.learning out"
-        )
-
-
 def _hash_of(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(2**20):
-            digest.update(piece)
-    return digest.hexdigest()[:16]
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def remove_unfinished(path: Path) -> None:

@@ -102,7 +102,9 @@ def make_version(folder: Folder) -> dict[str, Any]:
         target, load_drafter(made, target), load_drafter(old, target), held_out, config.new_tokens, config.prompts // 4
     )
     result = {
-        "version": number, "from": before, "passed": trial.passes, "reason": trial.reason, **facts_of(trial),
+        "version": number, "from": before, "passed": trial.passes, "reason": trial.reason,
+        "tokens_per_step": {"old": trial.old.rows[0].tokens_per_step, "new": trial.new.rows[0].tokens_per_step},
+        "gain": None if trial.gain is None else [round(value, 4) for value in trial.gain],
         "texts": len(texts), "tokens": sum(len(text.answer) for text in texts),
         "rejected": sum(len(text.rejected) for text in texts), "data": hash_of(texts), "prompts": len(held_out),
         "steps": training.last_step, "lr": training.lr, "seconds": round(time.monotonic() - began, 1),
@@ -161,15 +163,6 @@ def answer_of(text: Text, name: str, length: int) -> Answer:
     answer = text.answer[:length]
     prompt = text.prompt[max(0, len(text.prompt) - (length - len(answer))) :]
     return Answer(name, [*prompt, *answer], [(len(prompt), len(prompt) + len(answer))])
-
-
-def facts_of(trial: Trial) -> dict[str, Any]:
-    """Figures for the log."""
-    gain = trial.gain
-    return {
-        "tokens_per_step": {"old": trial.old.rows[0].tokens_per_step, "new": trial.new.rows[0].tokens_per_step},
-        "gain": None if gain is None else [round(value, 4) for value in gain],
-    }
 
 
 def hash_of(texts: Sequence[Text]) -> str:
