@@ -133,7 +133,7 @@ class CachedFeatures(TextFeatures):
         limit = encodings.TOLERANCE[self.cache.encoding]
         if self.cache.source != "target":
             limit += OTHER_KERNELS
-        pairs = {}
+        pairs: dict[str, tuple[Tensor, Tensor]] = {}
         if stored.hidden.shape[-1]:
             is_stored = stored.hidden.abs().amax(-1) > 0
             pairs["the final state"] = stored.hidden[is_stored], hidden[is_stored]
