@@ -1,13 +1,13 @@
-"""A member of an ensemble with a tokenizer of its own: it reads the text in its own tokens, and says what follows.
+"""Members of an ensemble: those with the first member's vocabulary, and those with another tokenizer.
 
-The first member writes.  After every token of its, this member reads the text so far in its own tokens, and its
-distribution is carried over to the first member's vocabulary: a token that spells the same bytes in both has its
-probability; the rest, which no such token has, is left to the first member's distribution.
+The text is in the first member's tokens.  A member with another tokenizer reads it in its own tokens, and its
+distribution is mapped to the first member's vocabulary: a token that spells the same bytes in both keeps its
+probability; the rest of the probability is distributed as in the first member.
 
-Not every position can be ensembled.  If the text goes on by the first member's likeliest token and this member would
-then split the end of the text otherwise, the position lies inside a token of its own: it would be asked after a text
-that it has never read so.  There it says nothing, nor inside a character, nor beyond its context.  Whether it does
-depends on the tokens before the position alone, never on what was drafted after it, so that speculation is exact.
+Not every position can be ensembled.  If the text continued with the first member's likeliest token and this member
+would then split the end of the text differently, the position is inside one of its tokens, and its prediction there
+would be meaningless.  So it has no opinion there, nor inside a character, nor beyond its context.  This depends only on
+the tokens before the position, never on those drafted after it, so speculation is exact.
 
 B slots of a pass, R rows of each (anchor and drafted nodes), V the first member's vocabulary, U this member's.
 """
@@ -15,10 +15,10 @@ B slots of a pass, R rows of each (anchor and drafted nodes), V the first member
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.decoding.draft import Draft, padded, to_device
 from outrider.errors import DrafterError, TargetError
@@ -29,16 +29,45 @@ from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.text.vocabulary import SharedVocabulary, Transcript, Vocabulary
 
 FEW = 16
-"""Tokens of a text that are read with a pass; more of them are read before it."""
+"""Most unread tokens of a text that are read in the pass itself; more are read before it."""
 
 
 class Opinion(NamedTuple):
-    """What a member says of the rows of a pass, in the first member's vocabulary."""
+    """A member's distributions for the rows of a pass, in the first member's vocabulary."""
 
     log_p: Tensor
-    """[B, R, V]; -inf where it says nothing."""
+    """[B, R, V]; -inf for rows without an opinion."""
     rest: Tensor | None = None
-    """[B, R] the probability that it leaves to the first member, 1 where it says nothing; None for 0 everywhere."""
+    """[B, R], the probability left to the first member, 1 for rows without an opinion; None for 0 everywhere."""
+
+
+class SharedMember:
+    """A member with the first one's vocabulary, which reads the same ids."""
+
+    def __init__(self, target: TransformersTarget, vocabulary: int):
+        self.target, self.vocabulary = target, vocabulary
+
+    def allocate(self, slots: int, length: int) -> Any:
+        return self.target.allocate(slots, length)
+
+    def prefill(
+        self, cache: Any, rows: Sequence[int], tokens: Tensor, lengths: Sequence[int], likeliest: Tensor
+    ) -> Opinion:
+        return self._opinion(self.target.prefill(cache, rows, self._known(tokens), lengths).logits)
+
+    def verify(self, cache: Any, rows: Sequence[int], anchor: Tensor, draft: Draft, likeliest: Tensor) -> Opinion:
+        return self._opinion(self.target.verify(cache, rows, self._known(anchor), draft).logits)
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """These ids, 0 for spare rows of the first member's embedding that this member's lacks."""
+        rows = self.target.spec.vocabulary
+        return tokens if rows >= self.vocabulary else tokens.where(tokens < rows, 0)
+
+    def _opinion(self, logits: Tensor) -> Opinion:
+        """Spare rows of either embedding are not tokens: they are dropped, or get no probability."""
+        more = self.vocabulary - logits.shape[-1]
+        logits = nn.functional.pad(logits, (0, more), value=-torch.inf) if more > 0 else logits[..., : self.vocabulary]
+        return Opinion(wide(logits).log_softmax(-1))
 
 
 class PrefixTree:
@@ -75,7 +104,7 @@ class PrefixTree:
 
 
 class AlignedCache:
-    """A member's keys and values of every slot, and each slot's text in its tokens."""
+    """A member's keys and values of every slot, and each slot's text in the member's tokens."""
 
     def __init__(self, member: AlignedMember, slots: int, length: int):
         self._member, self.slots, self.length = member, slots, length
@@ -99,14 +128,14 @@ class AlignedCache:
         self._tries = tries
 
     def begin(self, row: int, text: Sequence[int], most: int) -> int:
-        """Forget what a slot holds that `text` does not begin with, and all after `most` tokens; returns what stays."""
+        """Drop a slot's cached tokens after the common prefix with `text`, or after `most`; returns how many stay."""
         base = min(common_prefix(self.held[row], text), most)
         self.cache.cut(row, base)
         del self.held[row][base:]
         return base
 
     def grow(self, length: int) -> None:
-        """Make room for so many tokens a slot; all that was read is to be read again."""
+        """Allocate room for `length` tokens per slot; everything must be read again."""
         self.cache = self._member.target.allocate(self.slots, length)
         self.held = [[] for _ in range(self.slots)]
 
@@ -138,9 +167,9 @@ class AlignedCache:
 
 
 class AlignedMember:
-    """A target that says what follows texts of another one's tokens.
+    """A target whose distributions are mapped to another target's vocabulary.
 
-    Raises TargetError for a tokenizer that can't say which bytes a token has, and a model that verifies no trees.
+    Raises TargetError for a tokenizer whose tokens have no known bytes, and for a model that verifies no trees.
     """
 
     def __init__(self, target: TransformersTarget, writer: TransformersTarget):
@@ -170,12 +199,12 @@ class AlignedMember:
         return Transcript(self.theirs, self.own)
 
     def ids(self, reading: Transcript) -> list[int]:
-        """A text as the member reads it, with what its tokenizer puts before every text."""
+        """A text's ids as the member reads it, with the ids that its tokenizer puts before every text."""
         begin = self.own.begin
         return (reading.ids if reading.ids[: len(begin)] == begin else begin + reading.ids) or [self.own.filler]
 
     def text(self, reading: Transcript | None, likeliest: int) -> list[int] | None:
-        """The member's ids of a text after which it may speak; None where the position can't be ensembled.
+        """The member's ids of a text; None if the position can't be ensembled.
 
         likeliest: the first member's choice of the token that follows.
         """
@@ -200,7 +229,7 @@ class AlignedMember:
     def verify(
         self, cache: AlignedCache, rows: Sequence[int], anchor: Tensor, draft: Draft, likeliest: Tensor
     ) -> Opinion | None:
-        """What it says after anchor and nodes; None where it says nothing.  likeliest [B, R]."""
+        """Its opinion after anchor and nodes; None if it has none.  likeliest [B, R]."""
         texts = zip(rows, anchor.tolist(), draft.ids, draft.tree, draft.live, strict=True)
         readings = [self._rows_of(cache.readings[row], last, ids, tree, live) for row, last, ids, tree, live in texts]
         return self._opinion(cache, rows, readings, likeliest)

@@ -1,13 +1,13 @@
 """Pipelined decoding: stages of the target work on successive tokens of one text at once; a drafter keeps them busy.
 (Speculative Pipeline Decoding, arXiv 2605.30852.)
 
-In every cycle each token in flight passes one stage, and the drafter guesses one token more, from what was known of
-them before the cycle: so stages and drafter can work side by side.  The token that leaves the last stage decides by the
-acceptance rule, on a chain of one, whether the token after it stays.  Where it does not, all behind it are dropped, and
-the correction goes on alone: the stages behind it stand empty until it has passed them.
+In every cycle each token in flight passes one stage, and the drafter guesses one more token from the states before the
+cycle, so stages and drafter can run side by side.  When a token leaves the last stage, the acceptance rule decides, on
+a chain of one, whether the next token stays.  If not, all tokens after it are dropped, and the correction passes
+through the stages alone.
 
-A cycle takes as long as a stage.  With every guess right it commits a token, with every guess wrong one in n cycles:
-n times tokens per cycle is the paper's equivalent accept length, the speed-up if nothing but stages cost time.
+A cycle takes as long as a stage.  It commits a token if all guesses are right, and one token in n cycles if all are
+wrong: n times tokens per cycle is the paper's equivalent accept length, the speed-up if only stages cost time.
 
 n stages, S tokens of a pass, T taps, H hidden size, V vocabulary.
 """
@@ -30,25 +30,25 @@ from outrider.decoding.state import DecodeState, Request, Scores
 
 
 class StageOutput(NamedTuple):
-    """What a stage gives of the tokens that passed it."""
+    """A stage's outputs for the tokens that passed it."""
 
     states: Tensor
-    """[1, S, H], for the next stage; of the last one after the final norm."""
+    """[1, S, H], for the next stage; after the final norm for the last one."""
     taps: Tensor | None
-    """[1, S, T, H] of the taps among its layers; None where there is none."""
+    """[1, S, T, H] of the taps among its layers; None if there are none."""
     logits: Tensor | None = None
-    """[1, 1, V] after the last token, of the last stage."""
+    """[1, 1, V] after the last token; None except for the last stage."""
 
 
 class Stage(Protocol):
     """Some layers of the target, and a cache that holds what they have read of one text."""
 
     def begin(self, tokens: Tensor, states: Tensor | None, start: int) -> None:
-        """Start to read tokens [1, S], of which the stage before gave `states`, from position `start` on; what was read
-        from there on before is forgotten."""
+        """Start to read tokens [1, S] from position `start` on, given the previous stage's `states`; earlier reads from
+        there on are dropped."""
 
     def end(self) -> StageOutput:
-        """What this stage gives of them, when it is done."""
+        """Wait for this stage's outputs."""
 
 
 class PipelineDrafter(Drafter):
@@ -57,15 +57,15 @@ class PipelineDrafter(Drafter):
     def guess(
         self, memory: Any, state: DecodeState, tokens: Sequence[int], flight_taps: Sequence[Tensor]
     ) -> Tensor | None:
-        """Logits [1, V] of the token after slot 0's text and these tokens in flight; None where it can't say.
+        """Logits [1, V] of the token after slot 0's text and these tokens in flight; None if there is no guess.
 
-        known[i]: taps [1, 1, T, H], as far as there are any yet, of the token before tokens[i].
+        flight_taps[i]: the taps [1, 1, T, H] available so far of the token before tokens[i].
         """
         raise NotImplementedError
 
 
 class Room(NamedTuple):
-    """What a drafter's memory must hold; it stands for the target's cache."""
+    """The size of a drafter's memory, in place of the target's cache."""
 
     slots: int
     length: int
@@ -77,7 +77,7 @@ class InFlight:
 
     token: int
     q: Tensor | None = None
-    """[1, V], the distribution that it was drawn from; None where it was not drawn."""
+    """[1, V], the distribution that it was drawn from; None if it was not drawn."""
     depth: int = 0
     """Stages that it has passed."""
     states: Tensor | None = None
@@ -85,7 +85,7 @@ class InFlight:
     """[1, 1, T, H] of the stages that it has passed."""
 
     def passed(self, out: StageOutput) -> Tensor | None:
-        """It has passed one more; returns that stage's logits."""
+        """Record one more passed stage; returns that stage's logits."""
         self.depth, self.states = self.depth + 1, out.states
         self.taps = _joined(self.taps, out.taps)
         return out.logits
@@ -94,9 +94,9 @@ class InFlight:
 def cycles(
     stages: Sequence[Stage], drafter: PipelineDrafter, state: DecodeState, request: Request
 ) -> Iterator[int | None]:
-    """Continue one request in slot 0 to its end, cycle by cycle: gives the token that each cycle commits, or None.
+    """Continue one request in slot 0 to its end; yields the token that each cycle commits, or None.
 
-    The text is the one that the whole target would write, greedy or sampled.
+    The text is the one that the whole target would generate, greedy or sampled.
     """
     if not request.max_new_tokens:
         return
@@ -113,7 +113,7 @@ def cycles(
             stages[entry.depth].begin(tokens, entry.states, anchor_at + after)
         following = _guessed(drafter, memory, state, flight)
         logits = committed = None
-        for entry in reversed(flight):  # the first stage is this process's own, so the others are waited for after it
+        for entry in reversed(flight):  # the first stage runs in this process, so it comes last
             logits = entry.passed(stages[entry.depth].end())
         if logits is not None:
             committed, stays = _verified(drafter, memory, state, flight, logits)
@@ -126,7 +126,7 @@ def cycles(
 
 
 def _read_prompt(stages: Sequence[Stage], drafter: Drafter, memory: Any, state: DecodeState) -> None:
-    """Read all of the prompt but its last token, which is the first in flight, stage after stage."""
+    """Read the prompt stage after stage, except its last token, which is the first in flight."""
     while count := min(state.unread(0), max_prefill_chunk(state.device)):
         start = state.prefilled[0]
         tokens = torch.tensor([state.tokens[0][start : start + count]], device=state.device)
@@ -141,7 +141,7 @@ def _read_prompt(stages: Sequence[Stage], drafter: Drafter, memory: Any, state: 
 
 
 def _guessed(drafter: PipelineDrafter, memory: Any, state: DecodeState, flight: Sequence[InFlight]) -> InFlight | None:
-    """The next token to set in flight: the likeliest at temperature 0, else drawn; None where there is no room."""
+    """The next token in flight: the likeliest at temperature 0, else drawn; None if there is no room."""
     if len(flight) > state.room[0]:
         return None
     logits = drafter.guess(memory, state, [entry.token for entry in flight[1:]], [entry.taps for entry in flight[:-1]])  # type: ignore[misc]
@@ -160,8 +160,8 @@ def _guessed(drafter: PipelineDrafter, memory: Any, state: DecodeState, flight: 
 def _verified(
     drafter: Drafter, memory: Any, state: DecodeState, flight: Sequence[InFlight], logits: Tensor
 ) -> tuple[int, bool]:
-    """Commit the token after the oldest in flight, which has passed all stages; returns it, and whether the next in
-    flight is that token."""
+    """Commit the token after the oldest in flight, which has passed all stages; returns it, and whether the next token
+    in flight is that one."""
     oldest, device = flight[0], state.device
     draft = Draft.empty(1, device)
     if len(flight) > 1:
@@ -171,7 +171,7 @@ def _verified(
         )
     assert oldest.states is not None
     rows = draft.tokens.shape[1] + 1
-    # the rule asks for a row behind the drafted token too; what it draws from it is not used
+    # the rule also needs a row after the drafted token; its draw from that row is not used
     row_scores = Scores(logits.expand(-1, rows, -1), oldest.states.expand(-1, rows, -1), None)
     outcome = state.judge(draft, row_scores, state)
     stays = bool(outcome.paths[0])

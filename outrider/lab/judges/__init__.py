@@ -1,5 +1,5 @@
-"""Rules that change the output, one file per rule; only with allow_lossy, and measured.
+"""Rules that change the output, one module per rule; only with allow_lossy, and with measured effects.
 
-A file has a function of its own name that makes a `policies.lossy.LossyRule` of its settings; SETTINGS, those that may
-be given as text, and how each is read; and REQUIRED, the setting without which it has no meaning, or "".
+A module has a function of its own name that makes a `policies.lossy.LossyRule` from its settings; SETTINGS, from those
+that can be given as text to their parsers; and REQUIRED, the name of its required setting, or "".
 """

@@ -1,18 +1,18 @@
-"""The counterfactual rule: of the drafter's candidates, the one that the target finds likely and that changes least
-when words of the text are swapped.  LOSSY.
+"""The counterfactual rule: accept the drafter's candidate that the target finds likely and whose effect changes least
+if words of the text are swapped.  LOSSY.
 
-AMBEDKAR (arXiv 2509.02133) lets a large model choose among a small model's candidates, under a text and under its
-counterfactual, in which words that name a group are exchanged.  The formula is our reading:
+In AMBEDKAR (arXiv 2509.02133) a large model chooses among a small model's candidates, given a text and its
+counterfactual, in which words that name a group are swapped.  The formula is our interpretation:
 
     score(c) = log p(c | text) - beta JS(p(. | text, c), p(. | swapped text, c))
 
-in nats, at temperature 1.  The candidates are the children that the drafter gives a node, so a `small_model` of width k
-gives its k likeliest.  The drafted token, the first child, is accepted if its score is at least the best one minus
-delta; else the best is taken, and the walk goes on there.  With beta 0 and without a preamble this is the target's
-greedy choice among the candidates.  What is swapped is the user's: a file of words; a preamble, such as rules of
-conduct, can stand before both texts.
+in nats, at temperature 1.  The candidates are a node's drafted children, so a `small_model` of width k gives its k
+likeliest tokens.  The first child is accepted if its score is at least the best one minus delta; else the best is
+accepted, and the walk continues there.  With beta 0 and without a preamble this is the target's greedy choice among the
+candidates.  The user gives the words to swap in a file, and optionally a preamble before both texts, such as rules of
+conduct.
 
-The target reads the swapped text in a cache of the rule's own: one more row in every pass, two with a preamble.
+The target reads the swapped text in the rule's own cache: one more row in every pass, two with a preamble.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -45,14 +45,14 @@ Words = Mapping[str, str] | Mapping[tuple[int, ...], Sequence[int]]
 
 
 class Counterfactual(LossyRule):
-    """Chooses among the children of each node by their scores; draws nothing where there are any."""
+    """Chooses among the children of each node by their scores; draws only if there are none."""
 
     def __init__(
         self, swap: Words, beta: float = 1.0, delta: float = 0.0, preamble: str | Sequence[int] = "",
         name: str | None = None,
     ):  # fmt: skip
-        """swap: words, or sequences of token ids, and what takes their place.  Raises ConfigError for numbers without a
-        meaning."""
+        """swap: words, or sequences of token ids, to their replacements.  Raises ConfigError for numbers out of
+        range."""
         if not (beta >= 0 and math.isfinite(beta) and delta >= 0):
             raise ConfigError(f"counterfactual: beta and delta must be at least 0, got {beta} and {delta}")
         self.words, self.beta, self.delta, self.preamble = swap, beta, delta, preamble

@@ -1,16 +1,16 @@
-"""Relay: the small model writes whole stretches of the text, from a cue word to the end of its sentence; the target
-writes the rest.  LOSSY.
+"""Relay: the small model generates segments of the text, from a cue word to the end of its sentence, and the target the
+rest.  LOSSY.
 
-RelayGen (arXiv 2602.06454): after some words of a chain of reasoning ("So", "Therefore") a small model is sure of what
-follows.  Which words these are is calibrated before, on the target's own answers: `training.fitting` pools the small
-model's margins p1 - p2 from each cue to the end of its sentence, and a cue is selected whose mean is above that of all
-other tokens.  The target hands over at a cue, at the earliest `min_tokens` tokens after it took over, so that it cannot
-loop on one.
+RelayGen (arXiv 2602.06454): after some words of a chain of reasoning ("So", "Therefore") a small model is confident.
+These words are calibrated on the target's own answers: `training.fitting` averages the small model's margins p1 - p2
+from each cue to the end of its sentence, and selects cues with a mean above that of all other tokens.  The target hands
+over at a cue, but at least `min_tokens` tokens after it took over, so that it cannot loop on one.
 
-Here the hand-over is an acceptance rule with a state for each text: what is drafted within a relayed segment is
-accepted as it is, and the target adds no token of its own.  It still reads every token, for its cache: the verified
-pass is a prefill there, as long as a draft.  Outside of segments the acceptance rule decides, so drafts help there too,
-exactly.  Differs from the paper: the small model does not write the final answer.
+Here the hand-over is an acceptance rule with a state per text: drafts within a relayed segment are accepted without a
+test, and the target adds no token.  It still reads every token into its cache, so the verified pass is then a prefill
+as long as the draft.  Outside of segments the acceptance rule decides, so drafts are exact there.
+
+Differs from the paper: the small model does not generate the final answer.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -45,19 +45,19 @@ SETTINGS = {"cues": str, "min_tokens": int}
 REQUIRED = "cues"
 
 MIN_TOKENS = 5
-"""Tokens of the target's own before it hands over; the paper's."""
+"""Least number of tokens that the target generates before it hands over, as in the paper."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Who writes one text, token by token."""
+    """Which model generates one text, token by token."""
 
     cues: tuple[str, ...]
     min_tokens: int
     is_relayed: bool = False
-    """The small model writes the next token."""
+    """The small model generates the next token."""
     since: int = 0
-    """Tokens that the target has written since it took over."""
+    """Tokens that the target has generated since it took over."""
     written: int = 0
     """Tokens of the text so far, the prompt left out."""
     switches: tuple[tuple[int, bool], ...] = ()

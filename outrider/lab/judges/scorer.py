@@ -1,15 +1,15 @@
-"""Scored blocks: a block of drafted tokens is accepted whole if its score is high enough, else the target writes one.
+"""Scored blocks: a block of drafted tokens is accepted whole if its score is high enough, else the target generates it.
 LOSSY.
 
 The mechanism of SDVG (arXiv 2604.17397) on text.  There a block of video frames is scored by its worst frame, and the
 first block is always rejected, so that the large model sets the scene.  Here a block is a sentence or a number of
-tokens; its score is the mean or the minimum over its tokens; the score of a token is its log probability under the
-target unless a function of the user's gives another.  tau, the lowest score that is accepted, is the only knob: at
--infinity all after the first block is the drafter's text, at infinity all is the target's.
+tokens, its score is the mean or the minimum over its tokens, and a token's score is its log probability under the
+target or a function of the user.  tau, the lowest score that is accepted, is the only parameter: at -infinity all text
+after the first block is the drafter's, at infinity all is the target's.
 
-A block never spans two drafts: the end of a draft ends a block too, so give the drafter long ones.  A rejected block is
-not looked at again: its first token is drawn from p, and the acceptance rule judges the drafts of the others, so that
-what the target writes is exactly its own.
+A block never spans two drafts, since the end of a draft ends a block, so use long drafts.  After a rejection, the first
+token of the block is drawn from p and the acceptance rule judges drafts of the others, so the target's blocks are
+exact.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -45,11 +45,11 @@ SENTENCE: Literal["sentence"] = "sentence"
 
 
 class Block(NamedTuple):
-    """A drafted block that is to be scored."""
+    """A drafted block to score."""
 
     tokens: list[int]
     text: str
-    """Of these tokens, after the text before them."""
+    """The text of these tokens, following the text before them."""
     before: list[int]
     """Prompt and all tokens before the block."""
     log_probs: list[float]

@@ -34,7 +34,7 @@ from outrider.decoding.protocols import Probe
 from outrider.decoding.state import Scores
 from outrider.errors import ConfigError, TargetError
 from outrider.fast.passes.compiled import CompiledStep
-from outrider.lab.alignment import AlignedCache, AlignedMember, Opinion
+from outrider.lab.alignment import AlignedCache, AlignedMember, Opinion, SharedMember
 from outrider.lab.ensemble_folder import Description, described
 from outrider.sampling.distribution import wide
 from outrider.sampling.settings import Sampling
@@ -91,17 +91,17 @@ class EnsembleCache:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens that each slot holds."""
+        """Cached tokens of each slot."""
         return self.parts[0].lengths
 
     @property
     def column_bytes(self) -> int:
-        """Bytes of one token of a slot, in all members; 0 where one has a cache of its own kind."""
+        """Bytes of one token of a slot, over all members; 0 if one has another kind of cache."""
         sizes = [part.column_bytes for part in self.parts if isinstance(part, SlotCache | AlignedCache)]
         return sum(sizes) if len(sizes) == len(self.parts) else 0
 
     def count(self, codes: Tensor) -> None:
-        """codes [B, R]: bits of the open pass's rows; those that are accepted are counted."""
+        """codes [B, R]: bits of the open pass's rows, to be counted when they are accepted."""
         self._codes = codes
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
@@ -117,48 +117,19 @@ class EnsembleCache:
             part.free(rows)
 
 
-class SharedMember:
-    """A member of the first one's vocabulary: it reads the same ids."""
-
-    def __init__(self, target: TransformersTarget, vocabulary: int):
-        self.target, self.vocabulary = target, vocabulary
-
-    def allocate(self, slots: int, length: int) -> Any:
-        return self.target.allocate(slots, length)
-
-    def prefill(
-        self, cache: Any, rows: Sequence[int], tokens: Tensor, lengths: Sequence[int], likeliest: Tensor
-    ) -> Opinion:
-        return self._opinion(self.target.prefill(cache, rows, self._known(tokens), lengths).logits)
-
-    def verify(self, cache: Any, rows: Sequence[int], anchor: Tensor, draft: Draft, likeliest: Tensor) -> Opinion:
-        return self._opinion(self.target.verify(cache, rows, self._known(anchor), draft).logits)
-
-    def _known(self, tokens: Tensor) -> Tensor:
-        """These ids, 0 for a spare row of the first member's embedding that this one's does not have."""
-        rows = self.target.spec.vocabulary
-        return tokens if rows >= self.vocabulary else tokens.where(tokens < rows, 0)
-
-    def _opinion(self, logits: Tensor) -> Opinion:
-        """Spare rows of one of the two embeddings are no tokens: they are left out, or have no probability."""
-        more = self.vocabulary - logits.shape[-1]
-        logits = nn.functional.pad(logits, (0, more), value=-torch.inf) if more > 0 else logits[..., : self.vocabulary]
-        return Opinion(wide(logits).log_softmax(-1))
-
-
 class NoModel(TargetError, AttributeError):
-    """There is no one model; who can do without it asks by getattr, and finds none."""
+    """An ensemble has no single model; as an AttributeError, `getattr` with a default works."""
 
 
 class EnsembleTarget:
     """Several causal LMs as one target; drafting does not change the mean of their distributions."""
 
     def __init__(self, members: Sequence[TransformersTarget], weights: Sequence[float] | None = None):
-        """members: loaded targets on one device, the first of which writes; weights: of their distributions, equal
-        unless given, and divided by their sum.
+        """members: loaded targets on one device; texts are in the first one's tokens.  weights: of their distributions,
+        equal by default, normalised to a sum of 1.
 
-        A member of weight 0 is not run, but for the first.  Raises ConfigError for weights that are none, TargetError
-        for members that can't be averaged.
+        Members of weight 0 are not run, except the first.  Raises ConfigError for invalid weights, TargetError for
+        members that can't be averaged.
         """
         self.members = tuple(members)
         if len(self.members) < 2 or not all(isinstance(member, TransformersTarget) for member in self.members):
