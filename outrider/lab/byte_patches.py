@@ -1,8 +1,9 @@
-"""Where patches of bytes end: after the first byte that is not of a word, and after every so many bytes of one kind.
+"""Ends of patches of bytes: after the first byte that is not part of a word, and after a number of bytes of one kind.
 
-A byte's own past decides, not a model and not what follows: a text is never patched again.  A row of a pass knows its
-past by notes, which are cached as keys are, and by its attention mask; so a chain, a branch of a tree and a row after a
-text are one case.  (SpaceByte 2404.14408; BLT 2412.09871 ends a patch where a small model is unsure of the next byte.)
+The end depends only on earlier bytes, not on a model or later bytes, so a text is never patched again.  A row of a pass
+sees earlier bytes through notes, which are cached like keys, and its attention mask; so a chain, a branch of a tree and
+a row after a text are the same case.  (SpaceByte, arXiv 2404.14408; BLT, arXiv 2412.09871, ends a patch where a small
+model is uncertain about the next byte.)
 
 R rows of a batch, n bytes a row of the pass, K columns that they may attend to.
 """
@@ -20,17 +21,16 @@ from torch import Tensor
 from outrider.targets.hf import hooks
 
 ALL = 2**31
-"""More rows than a pass has."""
+"""A number above the rows of any pass."""
 HALF = 128
-"""Positions are noted in two numbers below 256, which bfloat16 stores exactly."""
+"""Positions are stored in two numbers below 256, which are exact in bfloat16."""
 
 _held: ContextVar[int] = ContextVar("held", default=0)
 
 
 @contextmanager
 def held(rows: int = ALL) -> Iterator[None]:
-    """While this is open, the last rows of every pass in this thread end no patch: they go on from the latent that they
-    have."""
+    """Within this context, the last `rows` rows of every pass in this thread end no patch and keep the last latent."""
     with hooks.during(_held, rows):
         yield
 
@@ -50,7 +50,7 @@ class Known(NamedTuple):
     positions: Tensor
     """[R, K] int64, of the columns."""
     words: Tensor
-    """[R, K] bool, whether a column is a byte of a word."""
+    """[R, K] bool, True for columns with a byte of a word."""
 
     @classmethod
     def of(cls, allowed: Tensor, notes: Tensor) -> Known:
@@ -63,7 +63,7 @@ class Known(NamedTuple):
         return self.allowed & (self.positions[:, None] > positions[..., None] - window)
 
     def ends(self, positions: Tensor, words: Tensor, size: int) -> Tensor:
-        """Which rows [R, n] are the last of a patch, of those that are not held."""
+        """[R, n] bool, True for the last row of a patch, except for rows that are held."""
         first = self._at(self.allowed, ALL).amin(-1)
         others = self._at(self.allowed & (self.words[:, None] != words[..., None]), -1).amax(-1)
         run = positions - torch.maximum(others, first - 1)  # bytes of this kind up to the row's own

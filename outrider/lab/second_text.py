@@ -1,4 +1,4 @@
-"""A second text beside each slot's own, which the same target reads in a cache of a judge's: what would it say there?
+"""A second text per slot, which the same target reads in a separate cache, for its distributions there.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -18,7 +18,7 @@ from outrider.decoding.scheduler import max_prefill_chunk
 from outrider.lab.swap import Swap, SwappedText
 
 CATCH_UP = 32
-"""Most tokens of a second text that are read with a draft; more are read before it."""
+"""Most tokens of a second text that are read together with a draft; more are read before it."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Reading:
 
     text: SwappedText
     cached: int = 0
-    """How many of its tokens, the preamble's included, the cache holds; none of them changes any more."""
+    """Number of cached tokens, including the preamble; they don't change any more."""
 
 
 class SecondTexts:
@@ -39,7 +39,7 @@ class SecondTexts:
         """cache: the batch's, which says how many slots there are, and how long.  beginning: ids that stand before
         every text, and once where there is a preamble."""
         self._target, self._swap, self._preamble, self._beginning = target, swap, list(preamble), list(beginning)
-        # a pass is as wide as its widest slot
+        # every slot is as wide as the widest one
         room = math.ceil(cache.length * swap.growth) + len(self._preamble) + CATCH_UP + 2 * swap.longest + 2
         self._cache = target.allocate(cache.slots, room)
         self._texts: dict[int, Reading] = {}
@@ -59,7 +59,7 @@ class SecondTexts:
         self._keep(rows, unread)
         first = torch.tensor([len(tokens) for tokens in context], device=scores.logits.device)
         columns = first[:, None] + torch.arange(draft.tokens.shape[1] + 1, device=first.device)
-        columns = columns.clamp(max=scores.logits.shape[1] - 1)  # padding of slots with few nodes
+        columns = columns.clamp(max=scores.logits.shape[1] - 1)  # padding of slots with fewer nodes
         logits: Tensor = scores.logits[torch.arange(len(first), device=first.device)[:, None], columns]
         return logits
 
@@ -80,7 +80,7 @@ class SecondTexts:
         return end
 
     def _prefill(self, rows: Sequence[int]) -> None:
-        """Read texts of which nothing is cached, or little, up to their last token."""
+        """Read texts with many uncached tokens up to their last token."""
         for row in rows:
             reading = self._texts[row]
             while self._is_long(reading):
@@ -91,13 +91,13 @@ class SecondTexts:
 
     @staticmethod
     def _is_long(reading: Reading) -> bool:
-        """Whether a pass of its own is worth it, as at the beginning of a text."""
+        """Whether to read it in a separate pass, as at the beginning of a text."""
         left = len(reading.text.tokens) - 1 - reading.cached
         return left > CATCH_UP or (left > 0 and not reading.cached)
 
     def _keep(self, rows: Sequence[int], unread: Sequence[Sequence[int]]) -> None:
-        """The cache keeps what does not change.  Some of it is read again each time, since a pass begins with a token
-        that is not cached, and none may be new while a word is not complete."""
+        """Keep the tokens that won't change in the cache.  Some of them are read again each time, since a pass must
+        start with an uncached token, and there may be no new one while a word is incomplete."""
         paths = []
         for row in rows:
             reading = self._texts[row]
@@ -108,7 +108,7 @@ class SecondTexts:
 
 
 def _after(context: Sequence[Sequence[int]], draft: Draft) -> Draft:
-    """The draft after some tokens more of each slot's text, all as one tree."""
+    """The draft after more tokens of each slot's text, as one tree."""
     nodes, parents = [], []
     for b, tokens in enumerate(context):
         size, first = draft.live[b], len(tokens)

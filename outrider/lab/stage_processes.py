@@ -1,8 +1,8 @@
-"""Stages of a target in processes of their own, which speak to the first over torch.distributed (gloo).
+"""Stages of a target in separate processes, which communicate with the first over torch.distributed (gloo).
 
-The first process has the first stage, the drafter and the text; each of the others loads the target and runs its layers
-for whoever asks.  A pass goes out as its width, its start and the states before it; what comes back are the states
-after it, the taps, and of the last stage the logits.
+The first process has the first stage, the drafter and the text; the others load the target and run their layers.  A
+pass is sent as its width, its start and the states before it; the reply has the states after it, the taps and, from the
+last stage, the logits.
 
 S tokens of a pass, T taps, H hidden size, V vocabulary.
 """
@@ -29,11 +29,11 @@ from outrider.targets.load import load_target
 from outrider.targets.protocol import TargetSpec
 
 LOADING_S, MEETING_S = 300.0, 60.0
-"""Longest time until all processes have loaded the target; until they have met."""
+"""Timeouts for loading the target in all processes, and for connecting them."""
 
 
 class RemoteStage(Stage):
-    """A stage after the first, which process `rank` runs."""
+    """A stage after the first, run by process `rank`."""
 
     def __init__(self, rank: int, target: TransformersTarget, layers: range, taps: Sequence[int]):
         self.rank, self.hidden = rank, target.spec.hidden
@@ -65,7 +65,7 @@ class RemoteStage(Stage):
 def _run(
     rank: int, world: int, meeting: str, name: str, spec: TargetSpec, loaded: Any, settings: dict[str, Any]
 ) -> None:
-    """A process's life: load, say whether that went well, meet, run passes until it is told to stop."""
+    """A process: load the target, report errors, connect, then run passes until a stop message."""
     torch.set_num_threads(settings.pop("threads"))
     try:
         target = load_target(name, dtype=spec.dtype, compile=False)
@@ -101,11 +101,11 @@ def _meet(rank: int, world: int, meeting: str) -> None:
 def in_processes(
     target: TransformersTarget, name: str, stages: int, length: int, taps: Sequence[int] = (), threads: int = 1
 ) -> Iterator[list[Stage]]:
-    """While this is open, the target's stages, all but the first in a process of its own, on a CPU.
+    """A context with the target's stages on a CPU, all but the first in separate processes.
 
-    name: what the others load, as `load_target` takes it; it must be the same model.  threads: of each of them.
-    Raises TargetError for a target that can't be cut, for one on another device, for a name that is not this target's,
-    or where a process group is open.
+    name: the same model, as for `load_target`, which the other processes load.  threads: of each process.  Raises
+    TargetError for a target that can't be split or is on another device, for another model's name, or if a process
+    group is open.
     """
     check(target, stages)
     if target.device.type != "cpu":

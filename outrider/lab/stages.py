@@ -1,7 +1,7 @@
-"""Ranges of a target's layers as stages of a pipeline: each has a cache of its own, so each may hold another length.
+"""Ranges of a target's layers as stages of a pipeline, each with its own cache, whose lengths may differ.
 
-While a range runs, the layers outside it hand their input on, but for the one before it, which gives what it gave when
-it ran.  So embeddings, masks, positions and norms are the family's own, whatever it is.
+While a range runs, the layers outside it pass their input through, except the one before it, which returns its recorded
+output.  So embeddings, masks, positions and norms are the family's own.
 
 S tokens of a pass, T taps, H hidden size, V vocabulary.
 """
@@ -22,8 +22,7 @@ from outrider.targets.hf.transformers import TransformersTarget
 
 
 def ranges(layers: int, stages: int) -> list[range]:
-    """The layers of each stage: equal numbers of them, as nearly as can be.  Raises TargetError for more stages than
-    layers."""
+    """The layers of each stage, as evenly as possible.  Raises TargetError for more stages than layers."""
     if not 1 <= stages <= layers:
         raise TargetError(f"{layers} layers can't be cut into {stages} stages; choose from 1 to {layers}")
     cuts = [round(number * layers / stages) for number in range(stages + 1)]
@@ -31,10 +30,10 @@ def ranges(layers: int, stages: int) -> list[range]:
 
 
 class LayerRange(Stage):
-    """These layers of a target over one text, the embedding before the first and the head after the last included."""
+    """These layers of a target over one text, with the embedding before the first and the head after the last."""
 
     def __init__(self, target: TransformersTarget, layers: range, length: int, taps: Sequence[int] = ()):
-        """length: most tokens of a text, those in flight included.  taps: of the whole target; it gives its own."""
+        """length: most tokens of a text, including those in flight.  taps: of the whole target; it returns its own."""
         self.target, self.layers = target, layers
         self.taps = tuple(tap for tap in taps if tap in layers)
         self.kv_cache = SlotCache(1, length, target.device, len(layers))
@@ -42,7 +41,7 @@ class LayerRange(Stage):
 
     def begin(self, tokens: Tensor, states: Tensor | None, start: int) -> None:
         assert start <= self.kv_cache.lengths[0], f"a pass from {start} on where {self.kv_cache.lengths[0]} are read"
-        self.kv_cache.lengths[0] = start  # what was read of tokens that are no longer in flight is forgotten
+        self.kv_cache.lengths[0] = start  # drop tokens that are no longer in flight
         self._given = tokens, states
 
     @torch.inference_mode()
@@ -62,14 +61,14 @@ class LayerRange(Stage):
 
 
 def stages_of(target: TransformersTarget, stages: int, length: int, taps: Sequence[int] = ()) -> list[LayerRange]:
-    """The target as so many stages in this process.  Raises TargetError where it can't be cut."""
+    """The target as stages in this process.  Raises TargetError if it can't be split."""
     check(target, stages)
     return [LayerRange(target, layers, length, taps) for layers in ranges(target.spec.layers, stages)]
 
 
 @torch.inference_mode()
 def check(target: TransformersTarget, stages: int) -> None:
-    """Raises TargetError unless the stages one after another are the model: they read a few tokens."""
+    """Raises TargetError unless the stages compute the same as the model, on a few tokens."""
     family, name, cuts = target.family, target.spec.name, ranges(target.spec.layers, stages)
     if family.follows_one_path or family.rotary is not None or target._has_ids_in_layers:
         raise TargetError(

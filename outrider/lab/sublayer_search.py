@@ -1,10 +1,10 @@
-"""Which sublayers to leave out, searched while decoding: two sets draft in turn, and the one that pays more stays.
+"""A search for sublayers to skip while decoding: two sets draft in turn, and the better one stays.  (SWIFT, arXiv
+2410.06916.)
 
-After SWIFT (Xia et al. 2410.06916).  What differs: a set is judged by what was accepted of its own drafts, not by a
-pass over the text's last tokens, which would write other keys over the target's; a pass costs what it reads of the
-weights and is not timed, so that equal texts give equal sets; new sets are variations on the best one and random ones,
-without a Gaussian process.  A set holds no text, so the requests of all tenants share one search.  `training.fitting`
-searches before decoding, with times.
+Differs from the paper: a set is judged by the acceptance of its drafts, not by a pass over the text's last tokens,
+which would overwrite the target's keys; the cost of a pass is the weights that it reads, not a time, so that equal
+texts give equal sets; new sets are variations of the best one or random, without a Gaussian process.  A set contains no
+text, so the requests of all tenants share one search.  `training.fitting` searches before decoding, with times.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from outrider.targets.protocol import Skip, TargetSpec
 
 @dataclass(slots=True)
 class Tally:
-    """What a set did in the race that is on."""
+    """A set's results in the current race."""
 
     steps: int = 0
     tokens: float = 0.0
     cost: float = 0.0
-    """Passes, in those of the whole target."""
+    """Cost of its passes, in passes of the whole target."""
 
     @property
     def rate(self) -> float:
-        """Tokens for the price of one plain step."""
+        """Tokens per cost of one plain step."""
         return self.tokens / self.cost if self.cost else 0.0
 
 
@@ -38,9 +38,9 @@ class Search:
     STEPS = 12
     """Drafted steps of either set in a race."""
     HOPELESS = 0.75
-    """A new set that has less than this of the other's rate after a third of its steps has lost."""
+    """A new set with less than this share of the other's rate after a third of the steps has lost."""
     MARGIN = 1.02
-    """The new set must be this much better: of equals the old one stays."""
+    """The new set must be better by this factor; of equals the old one stays."""
 
     def __init__(
         self, spec: TargetSpec, start: Skip, possible: Skip, tries: int, runs: Callable[[Skip], bool], seed: int = 0
@@ -48,22 +48,22 @@ class Search:
         """tries: new sets.  runs: whether the target runs without a set's sublayers."""
         self.best, self.left, self.runs = start, tries, runs
         self.candidate: Skip | None = None
-        """The new set of the race; None between two."""
+        """The new set in the current race; None between races."""
         self.space = [(which, layer) for which in ("attention", "mlp") for layer in sorted(getattr(possible, which))]
         self.weights, self.whole = _weights(spec)
         self.tallies, self.tried, self.noise = (Tally(), Tally()), {start}, random.Random(seed)
 
     def next(self) -> Skip:
-        """The set that drafts the next step."""
+        """The set for the next step."""
         if self.candidate is None and self.left:
             self._begin()
         old, new = self.tallies
         return self.best if self.candidate is None or old.steps < new.steps else self.candidate
 
     def learn(self, skip: Skip, tokens: float, passes: int) -> None:
-        """A step in which this set drafted: tokens committed per slot, and its drafting passes."""
+        """Record a step of this set: tokens committed per slot, and its drafting passes."""
         if self.candidate is None or skip not in (self.best, self.candidate):
-            return  # of a race that is over
+            return  # a step of an earlier race
         old, new = self.tallies
         tally = old if skip == self.best else new
         tally.steps, tally.tokens, tally.cost = (
@@ -76,7 +76,7 @@ class Search:
             self._end()
 
     def cost(self, skip: Skip) -> float:
-        """A drafting pass, in passes of the whole target."""
+        """Cost of a drafting pass, in passes of the whole target."""
         return 1 - sum(self.weights[which] * len(getattr(skip, which)) for which in self.weights) / self.whole
 
     def _begin(self) -> None:
@@ -92,7 +92,7 @@ class Search:
                 return
             if not self.left:
                 return
-        self.left = 0  # hardly a set is new
+        self.left = 0  # hardly any new sets are left
 
     def _end(self) -> None:
         assert self.candidate is not None
@@ -102,7 +102,7 @@ class Search:
         self.candidate = None
         if not self.left:
             logging.getLogger(__name__).info(
-                "layer_skip leaves out skip_attention %s and skip_mlp %s from now on, of %d sets the best",
+                "layer_skip now uses skip_attention %s and skip_mlp %s, the best of %d sets",
                 sorted(self.best.attention), sorted(self.best.mlp), len(self.tried),
             )  # fmt: skip
 
@@ -118,7 +118,7 @@ class Search:
 
 
 def _weights(spec: TargetSpec) -> tuple[dict[str, float], float]:
-    """Weights of an attention and of an MLP, and of all layers and the head; alike where the sizes are not known."""
+    """Weights of an attention and of an MLP, and of all layers and the head; equal if the sizes are unknown."""
     if spec.sizes is None:
         return {"attention": 1.0, "mlp": 1.0}, 2.0 * spec.layers
     sizes = spec.sizes

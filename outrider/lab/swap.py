@@ -1,4 +1,4 @@
-"""Words of a text exchanged for others, token by token as it grows: the counterfactual text."""
+"""Counterfactual texts: words of a text swapped for others, token by token as it grows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.policies.sentences import Decode
 from outrider.sampling.text import common_prefix
 
 BEFORE = ("(", "\n")
-"""What may stand before a word without a space, to see which tokens it is there."""
+"""Texts that can precede a word without a space, to find its tokens there."""
 Ids = tuple[int, ...]
 
 
@@ -41,20 +41,20 @@ def check_words(words: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Swap:
-    """Sequences of token ids, and what takes their place; the longest one that fits is swapped."""
+    """Sequences of token ids and their replacements; the longest match is swapped."""
 
     table: Mapping[Ids, Ids]
     begins_word: Callable[[int], bool] = lambda token: True
-    """Whether a token does not continue the word before it.  A swapped sequence ends before such a token, and begins
-    with one or follows what is not a word."""
+    """Whether a token does not continue the previous word.  A swapped sequence ends before such a token, and starts
+    with one or follows a token that is not part of a word."""
     ends_word: Callable[[int], bool] = lambda token: True
     """Whether a word may begin right after this token."""
 
     @classmethod
     def of(cls, words: Mapping[Any, Any], target: Any) -> Swap:
-        """words: texts, as tokens of this target after a space and without one; or ids, as they are.
+        """words: texts, which are encoded after a space and without one; or token ids.
 
-        Raises ConfigError for a target without a tokenizer where words are texts.
+        Raises ConfigError for texts and a target without a tokenizer.
         """
         if not any(isinstance(word, str) for word in words):
             return cls({tuple(ids): tuple(other) for ids, other in words.items()})
@@ -78,7 +78,7 @@ class Swap:
 
     @property
     def growth(self) -> float:
-        """How many times as long as the text its counterfactual can be, at most."""
+        """Largest possible ratio of the counterfactual's length to the text's."""
         return max((len(other) / len(ids) for ids, other in self.table.items()), default=1.0)
 
 
@@ -88,13 +88,13 @@ class SwappedText:
 
     swap: Swap
     tokens: list[int] = field(default_factory=list)
-    """What no later token changes."""
+    """Tokens that later ones can't change."""
     _read: int = 0
-    """Tokens of the text that these stand for."""
+    """Number of the text's tokens that these replace."""
 
     def follow(self, text: Sequence[int]) -> list[int]:
-        """Read on in the text, which has only grown.  Returns its end, swapped as it stands, which the next tokens may
-        change: a sequence is there, or has begun."""
+        """Read the text's new tokens.  Returns its swapped end, which the next tokens may change because a sequence may
+        continue there."""
         while self._read < len(text):
             if self._may_begin(text):
                 return self._end(text)
@@ -112,7 +112,7 @@ class SwappedText:
         return end
 
     def _found(self, text: Sequence[int], at: int) -> Ids:
-        """The longest sequence that stands at this place; () for none."""
+        """The longest sequence at this position; () for none."""
         for length in range(min(self.swap.longest, len(text) - at), 0, -1):
             ids, end = tuple(text[at : at + length]), at + length
             if ids in self.swap.table and (end == len(text) or self.swap.begins_word(text[end])):
@@ -120,7 +120,7 @@ class SwappedText:
         return ()
 
     def _may_begin(self, text: Sequence[int]) -> bool:
-        """Whether all that is left of the text is a sequence or the beginning of one."""
+        """Whether the rest of the text is a sequence or the beginning of one."""
         rest = tuple(text[self._read : self._read + self.swap.longest + 1])
         return any(ids[: len(rest)] == rest for ids in self.swap.table) and self._is_start(text, self._read)
 
@@ -130,7 +130,7 @@ class SwappedText:
 
 
 def beginning(target: Any) -> Ids:
-    """The ids that a target's tokenizer puts before every text; none of a target without one."""
+    """The ids that a target's tokenizer puts before every text; none without a tokenizer."""
     if target.detokenizer is None:
         return ()
     one, other = (target.encode(text) for text in BEFORE)
@@ -138,7 +138,7 @@ def beginning(target: Any) -> Ids:
 
 
 class _TextOf:
-    """The text that a token adds after another one, remembered."""
+    """The text that a token adds after another one, cached."""
 
     def __init__(self, decode: Decode, before: Ids):
         self._decode, self._before, self._known = decode, before, dict[int, str]()
@@ -155,6 +155,6 @@ def _is_word(character: str) -> bool:
 
 
 def _ids_after(before: str, text: str, target: Any) -> Ids:
-    """The ids of a text after another one; () where the two share a token."""
+    """The ids of a text after another one; () if a token spans both."""
     first, whole = target.encode(before), target.encode(before + text)
     return tuple(whole[len(first) :]) if whole[: len(first)] == first else ()

@@ -1,15 +1,15 @@
 """A language model of bytes and patches: a local encoder, a global model over patches, a light local decoder.
 (BLT 2412.09871.)
 
-The encoder reads every byte.  Where a patch ends (`byte_patches`), its last row goes through the global model, which
-attends to the patches before it; what comes out is the latent that the decoder adds to every byte from there on, until
-the next patch has ended.  All of it is causal byte by byte, so a pass over an anchor and its draft verifies that draft;
-in a pass where no patch ends the global model does not run.
+The encoder reads every byte.  At the end of a patch (`byte_patches`), the patch's last row goes through the global
+model, which attends to earlier patches.  Its output is the latent that the decoder adds to every byte until the end of
+the next patch.  Everything is causal byte by byte, so a pass over an anchor and its draft verifies the draft; if no
+patch ends in a pass, the global model does not run.
 
-Differs from the paper: a patch is what the encoder has at its last byte, without attention from patches to bytes, and a
-latent is added to the decoder's states, without attention to it; patches end by rule.
+Differs from the paper: a patch is the encoder's state of its last byte, without attention from patches to bytes; a
+latent is added to the decoder's states, without attention to it; patches end by a rule.
 
-`load_target` loads a folder of it as any other causal LM.
+`load_target` loads its folders like any other causal LM.
 
 R rows of a batch, n bytes a row of the pass, K columns that they may attend to, E rows that end a patch, H hidden size.
 """

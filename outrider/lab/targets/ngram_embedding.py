@@ -1,12 +1,13 @@
-"""A causal LM whose input embeddings depend on the tokens before: means of a word's embedding and its hashed n-grams'.
+"""A causal LM whose input embeddings depend on earlier tokens: means of a token's embedding and its hashed n-grams'.
 
 LongCat-Flash-Lite (arXiv 2601.21204): orders 2 to n, k tables each, table j of m + 2j + 1 rows.  Order o looks up row
 (x_i + x_{i-1} V + ... + x_{i-o+1} V^{o-1}) mod rows; the sum stops at the beginning of a text and at an end token.
 
-`NgramEmbeddingForCausalLM` puts this before the layers of a causal LM of transformers that takes embeddings and
-positions.  A token's context is what it attends to, so a drafted node looks up its own branch.  Ids are cached as the
-keys of one layer more: whatever keeps, moves, cuts or copies keys does the same with them.  Differs from the paper:
-tables are one matrix, and so are the projections of their rows, which is the same sum.
+`NgramEmbeddingForCausalLM` adds this to a causal LM of transformers that takes embeddings and positions.  A token's
+context is what it attends to, so a drafted node looks up its own branch.  Ids are cached as the keys of one additional
+layer, so they are kept, moved, cut and copied like keys.
+
+Differs from the paper: tables are one matrix, and so are the projections of their rows; the sum is the same.
 
 R rows, Q tokens of a pass, K cached columns, n order, J tables, H hidden size, V vocabulary.
 """

@@ -1,10 +1,10 @@
 """SpecBlock: blocks of K slots, one pass each, one after another; a tree where the draft is unsure.  (arXiv
 2605.07243.)
 
-A block reads a feature and the next token.  The feature is a position's fused taps for the first block, and for the
-next the draft's own state of the slot that it continues.  Slot k reads feature, token and a learnt query, at rotary
+A block reads a feature and the next token.  The feature is a position's fused taps for the first block, and the draft's
+own state of the slot that it continues for later ones.  Slot k reads feature, token and a learnt query at rotary
 position i + 1 + k, and attends to all slots of earlier positions and its own up to k.  Between two layers each slot
-reads its predecessor, h_k <- W [h_k; h_{k-1}], so that slots depend on each other while the pass stays parallel.
+reads its predecessor, h_k <- W [h_k; h_{k-1}], so slots depend on each other and the pass stays parallel.
 
 A rank head predicts for each slot the rank of the target's choice in the draft's order: 1, 2-4, 5-10 or beyond.  A
 greedy draft is a tree: block 1's likeliest tokens as a chain; at the first slot that is not sure of rank 1 the 4 or 10
@@ -85,9 +85,9 @@ class Config(LayerConfig):
 
 
 class Model(VocabularyModel, FusedTaps):
-    """Takes a feature and a token; returns K states, and heads' outputs of them."""
+    """Takes features and tokens; returns K states for each."""
 
-    rows_are_independent = False  # classes of ranks weigh by how often they are in the batch
+    rows_are_independent = False  # rank classes are weighted by their counts in the batch
 
     def __init__(self, config: Config, target: Target):
         super().__init__(config, target, resolve_taps(config.taps, target.spec, 3))
@@ -119,7 +119,7 @@ class Model(VocabularyModel, FusedTaps):
         """States [B, A, K, H] of first blocks of the pairs `anchors` [B, A], as `forward` gives them for blocks of all
         pairs, at positions `at` [B, n].
 
-        These attend to the other blocks, which pass too, up to the last layer's keys and values.
+        These attend to the other blocks, which are computed up to the last layer's keys and values.
         mask [B, 1, n * K, n * K] hides everything after its row.
         """
         x, step = self._rows(features, tokens), self.config.slots * CHUNK

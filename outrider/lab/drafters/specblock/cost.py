@@ -1,11 +1,11 @@
-"""How many blocks of a draft pay: by the seconds that each takes, and by what was accepted of it.
+"""The number of blocks that pays, from the measured time and acceptance of each.
 
-The number with the most expected tokens per second,
+It maximises the expected tokens per second,
 
     (1 + gain[0] + ... + gain[n - 1]) / (rest + seconds[0] + ... + seconds[n - 1])
 
-with gain[i] the mean number of accepted tokens that block i brought, and rest the seconds of a step without its
-blocks.  All of this is of earlier steps, so the output stays exact.
+where gain[i] is the mean number of accepted tokens of block i, and rest the time of a step without its blocks.  It
+depends only on earlier steps, so the output stays exact.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ class BlocksByCost:
     """The choice for one batch."""
 
     EXPLORE = 16
-    """Steps between two that draft all blocks, so that the later ones stay known."""
+    """Steps between two that draft all blocks, to keep measuring the later ones."""
     WINDOW = 32.0
-    """Steps after which a mean has faded to 1/e."""
+    """Steps after which a mean has decayed to 1/e."""
 
     def __init__(self, most: int):
         self.most, self.step = most, 0
         self.gains, self.seconds, self.rest = [0.0] * most, [0.0] * most, 0.0
         self.counts = [0.0] * (most + 1)
-        """Steps behind the means of each block, and of the rest, as they fade."""
+        """Decayed numbers of steps in the means of each block, and of the rest."""
         self.laps: list[float] = []
         self.since = 0.0
 
     def begin(self) -> int:
-        """A draft begins; returns how many blocks it should have."""
+        """Start a draft; returns its number of blocks."""
         self.laps, self.since = [], time.perf_counter()
         self.step += 1
         if self.step % self.EXPLORE == 0 or not all(self.counts):
@@ -45,7 +45,7 @@ class BlocksByCost:
         return (1 + sum(self.gains[:blocks])) / (self.rest + sum(self.seconds[:blocks]))
 
     def lap(self, device: torch.device) -> None:
-        """The next block was drafted."""
+        """Record the time of the next block."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         now = time.perf_counter()
@@ -53,11 +53,11 @@ class BlocksByCost:
         self.since = now
 
     def learn(self, accepted: Sequence[Sequence[int]], step_s: float) -> None:
-        """accepted: for each slot, which block each accepted node is of.  step_s: of the whole step."""
+        """accepted: for each slot, the block of each accepted node.  step_s: seconds of the whole step."""
         if not accepted or not self.laps:
             return
         for n, seconds in enumerate(self.laps):
-            gain = sum(blocks.count(n) for blocks in map(list, accepted)) / len(accepted)
+            gain = sum(list(blocks).count(n) for blocks in accepted) / len(accepted)
             share = self._share(n)
             self.gains[n] += share * (gain - self.gains[n])
             self.seconds[n] += share * (seconds - self.seconds[n])

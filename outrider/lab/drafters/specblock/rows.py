@@ -20,9 +20,9 @@ from outrider.nn.rows import RowLabels, SharedLabels, pair_mask, sample_anchors,
 
 
 class Rows(SharedLabels):
-    """Predictions of blocks after drawn pairs: block b of pair i begins after m_1 + ... + m_{b-1} tokens, each m drawn.
+    """Predictions of blocks after sampled pairs: block b of pair i starts after m_1 + ... + m_{b-1} tokens, m sampled.
 
-    Every block has all rows that have a label, whatever is drafted; those after a wrong slot weigh 0.
+    Every block has all rows with a label; those after a wrong slot weigh 0.
     """
 
     def __init__(self, model: Any, batch: Batch):
@@ -40,7 +40,7 @@ class Rows(SharedLabels):
         block = (text * anchors.at.shape[1] + pair) * config.blocks + number
         rows = RowLabels.of(batch, text, labels_at, torch.ones_like(block), depths[number, slot], block)
         super().__init__(model, states[where], batch.final, rows)
-        is_right, self.ranks = self._looked_at()
+        is_right, self.ranks = self._judged()
         right = torch.ones_like(loss_mask)
         right[where] = is_right
         counts = F.pad(right[..., :-1], (1, 0), value=True).long().cumprod(-1)
@@ -53,8 +53,8 @@ class Rows(SharedLabels):
         return {"rank": rank_loss(logits.float(), true) * self.class_weights[true]}
 
     @torch.no_grad()
-    def _looked_at(self) -> tuple[Tensor, Tensor]:
-        """Which rows' likeliest token is the text's, [M] bool, and the class of the target's choice, [M]."""
+    def _judged(self) -> tuple[Tensor, Tensor]:
+        """[M] bool, True if a row's likeliest token is the text's, and [M], the rank class of the target's choice."""
         right, ranks = [self.labels[:0].bool()], [self.labels[:0]]
         for part in whole_blocks(self.block, max(1, 2**22 // self.vocabulary)):
             draft = self.model.logits(self.states[part])
@@ -66,9 +66,9 @@ class Rows(SharedLabels):
 
 
 def rollout(model: Any, batch: Batch, at: Tensor, taken: Sequence[int]) -> Tensor:
-    """States [B, A, blocks, K, H]: every pair's first block, then those after the drawn pairs.
+    """States [B, A, blocks, K, H] of the successive blocks of the pairs `at` [B, A].
 
-    Block b + 2 continues slot taken[b] - 1 of the one before, with the text's own token.
+    Block b + 2 continues slot taken[b] - 1 of the previous one, with the text's token.
     """
     slots, length = model.config.slots, batch.tokens.shape[1] - 1
     text_mask, cache = pair_mask(batch.documents), DynamicCache()

@@ -1,4 +1,4 @@
-"""SpecBlock's tree: where a block branches, how wide, and which nodes of all paths are kept.  (arXiv 2605.07243.)
+"""SpecBlock's tree: where a block branches, how wide, and which nodes of all paths stay.  (arXiv 2605.07243.)
 
 K slots of a block, W blocks.
 """
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 WIDTHS = (1, 4, 10, 0)
-"""Tokens that continue into another block, by the rank class of their slot."""
+"""Number of tokens that continue into another block, by the rank class of their slot."""
 Path = list[tuple[int, float]]
 """Tokens from the anchor down, each with its log probability after the one before."""
 
 
 def doubt(ranks: Tensor) -> tuple[Tensor, Tensor]:
-    """The slot where a draft branches, the first whose class is not 0 or else the last, and how many tokens continue
-    there.
+    """The slot where a draft branches, the first whose class is not 0 or else the last, and the number of tokens that
+    continue there.
 
     ranks [..., K].
     """
@@ -42,15 +42,14 @@ def likeliest(paths: Sequence[Path], most: int) -> tuple[list[int], list[int]]:
             if total == -torch.inf:
                 break
             totals[tokens[:n]] = max(total, totals.get(tokens[:n], -torch.inf))
-    # of equals the first found, so parents come before their children
+    # stable: of equals the first stays first, so parents come before their children
     nodes = sorted(totals, key=lambda node: -totals[node])[:most]
     place = {(): -1} | {node: n for n, node in enumerate(nodes)}
     return [node[-1] for node in nodes], [place[node[:-1]] for node in nodes]
 
 
 def levels(tokens: Sequence[int], parents: Sequence[int], paths: Sequence[tuple[int, Path]]) -> list[int]:
-    """For each node of `likeliest` the first of the blocks that offered it.  paths: with the number of their block,
-    ascending."""
+    """The first block that has each node of `likeliest`.  paths: with the numbers of their blocks, ascending."""
     first: dict[tuple[int, ...], int] = {}
     for number, path in paths:
         path_tokens = tuple(token for token, _ in path)
@@ -66,7 +65,7 @@ def levels(tokens: Sequence[int], parents: Sequence[int], paths: Sequence[tuple[
 
 
 class Leaf(NamedTuple):
-    """Where a draft goes on with another block."""
+    """A token after which a draft continues with another block."""
 
     block: int
     slot: int
@@ -79,12 +78,12 @@ class Leaf(NamedTuple):
 
 
 class Offers:
-    """What blocks offer: their likeliest tokens, and where they are unsure.  Stems are the paths that they go on
-    from, by slot of the batch."""
+    """Candidates of blocks: their likeliest tokens and their unsure slots.  Stems are the paths before the blocks, by
+    slot of the batch."""
 
     def __init__(self, slot: Tensor, width: Tensor, tokens: Tensor, scores: Tensor):
         """slot, width [B, W] as `doubt` gives them; tokens and log probabilities [B, W, K, n], the best first."""
-        # one tensor: a device is waited for once
+        # one tensor, so that the device is synchronised once
         bits = scores.float().view(torch.int32).flatten(2)
         read = torch.cat([slot[..., None], width[..., None], tokens.flatten(2), bits], -1).cpu()
         end = read.shape[-1] - bits.shape[-1]
@@ -99,7 +98,7 @@ class Offers:
         ]
 
     def leaves(self, stems: Sequence[Sequence[Path]]) -> list[list[Leaf]]:
-        """The best tokens of each block's unsure slot; of all blocks the likeliest, as many as one may offer."""
+        """The best tokens of each block's unsure slot; of all blocks the likeliest, at most as many as of one."""
         leaves = []
         for b, slot_stems in enumerate(stems):
             of_slot = [leaf for w, stem in enumerate(slot_stems) for leaf in self._of(b, w, stem)]
@@ -117,7 +116,7 @@ class Offers:
 
 
 def positions(leaves: Sequence[Sequence[Leaf]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks, slots and tokens of leaves, each [B, C]; slots of the batch with fewer have more of block 0."""
+    """Blocks, slots and tokens of leaves, each [B, C]; padded with zeros."""
     width = max(map(len, leaves))
     rows = [
         [
