@@ -176,7 +176,7 @@ def test_each_kind_of_trouble_has_its_name(plain, tmp_path):
     }  # fmt: skip
     assert rows[9]["answer"].split()[1::2] == list("01234567") and rows[9]["tokens"] == 16
     assert rows[10]["answer"].split()[1::2] == list("01234567")
-    assert "tpot_s" not in rows[11] and any("no count" in note for note in result.notes)
+    assert "tpot_s" not in rows[11] and any("no token count" in note for note in result.notes)
     assert endpoint.within_limits == endpoint.answered == 20 - 8
     value = json.loads(json.dumps(result.plain(), allow_nan=False))
     assert value["outrider_replay"] == 1 and value["endpoints"][0]["ttft_s"]["p99"] > 0
