@@ -131,7 +131,7 @@ def test_other_machines_need_a_key_or_consent(tmp_path, unloaded, capsys):
     file = tmp_path / "keys.json"
     keys.add(file, "ann")
     for host in ("0.0.0.0", "::"):
-        with pytest.raises(ConfigError, match="other machines reach"):
+        with pytest.raises(ConfigError, match="can be reached from other machines"):
             bound(Config(host=host, port=0))
     for more in ({"keys": str(file)}, {"allow_anonymous": True}, {"host": "localhost"}, {"host": "127.0.0.5"}):
         bound(Config(**({"host": "0.0.0.0", "port": 0} | more))).close()

@@ -225,7 +225,7 @@ def test_tools_and_their_messages_go_through_the_template(server, client, talker
     )
     assert none.choices[0].message.content == alone(talker, "user=hi;", Sampling(), 8).text
     for name in ("messages", "unknown"):
-        with pytest.raises(BadRequestError, match="no variable of the model's chat template"):
+        with pytest.raises(BadRequestError, match="not a variable of the model's chat template"):
             client.chat.completions.create(
                 model=MODEL, messages=messages[:1], extra_body={"chat_template_kwargs": {name: True}}
             )

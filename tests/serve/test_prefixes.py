@@ -391,5 +391,5 @@ def test_a_target_that_stores_more_is_left_alone_and_said_so_once(name, caplog):
     assert [trace.tokens for trace in found] == [
         trace.tokens for trace in decoded(target, Drafter(), requests, PrefixStore(0))
     ]
-    [said] = [record.getMessage() for record in caplog.records if "beginnings of prompts" in record.getMessage()]
+    [said] = [record.getMessage() for record in caplog.records if "prefixes of prompts" in record.getMessage()]
     assert UNLIKE[name] in said and target.spec.name in said
