@@ -134,7 +134,7 @@ class Late(Fixed):
 @EVERY
 def test_the_other_drafter_goes_on_where_the_prediction_ends(case, target, prompts, plain, inner_of, monkeypatch):
     """Catches a drafter that was not given all tokens that the prediction drafted."""
-    monkeypatch.setattr(Alignment, "_found", lambda self, text: None)
+    monkeypatch.setattr(Alignment, "_match_end", lambda self, text: None)
     steps = 3
     count = steps * (LIMIT + 1)
     requests = [
