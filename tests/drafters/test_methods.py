@@ -77,7 +77,8 @@ def test_a_method_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ("text", "said"),
     [
         ("METHOD = Method(tokens=three)", "METHOD of .*wrong can't be read .*literals alone"),
-        ("METHOD = Method(tokns=3)", "METHOD of .*wrong is not valid: .*tokns"), ("def (", "can't be read .SyntaxError"),
+        ("METHOD = Method(tokns=3)", "METHOD of .*wrong is not valid: .*tokns"),
+        ("def (", "can't be read .SyntaxError"),
     ],
 )  # fmt: skip
 def test_what_another_wrote_wrongly_is_said_and_stops_nobody(text, said, tmp_path, monkeypatch, caplog):
