@@ -259,8 +259,8 @@ def test_a_lossy_rule_is_said_in_every_row(talker: Target, drafters: Drafters, t
 def test_a_rows_distance_is_that_of_its_tokens(talker: Target, drafters: Drafters, task: str) -> None:
     """Catches a mean over steps or prompts in the place of tokens."""
     runs = [
-        measure.Run([1] * 4, 2, [1, 1], [1, 1], 1.0, tv_distance=1.0),
-        measure.Run([1], 1, [0], [1], 1.0, tv_distance=0.5),
+        summary.Run([1] * 4, 2, [1, 1], [1, 1], 1.0, tv_distance=1.0),
+        summary.Run([1], 1, [0], [1], 1.0, tv_distance=0.5),
     ]
     for run in runs:
         run.verify_s = 1.0
