@@ -42,7 +42,7 @@ def test_what_does_not_end_in_time_is_told_so(stream, talker, monkeypatch):
             error = answer.json()["error"]
         assert error["code"] == "stopping"
         assert found.settled(lambda: found.server.should_exit, 5)
-    assert said == ["stopping: 1 requests have 0.2 s to end; again to stop now", "1 requests are cut off"]
+    assert said == ["stopping: 1 requests have 0.2 s to end; signal again to stop now", "1 requests are cut off"]
 
 
 def test_a_second_signal_ends_at_once(talker):

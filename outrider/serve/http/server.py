@@ -124,7 +124,7 @@ class Server(uvicorn.Server):
         seconds = self.service.config.drain_s
         if self.admission.num_active:
             self.say(
-                f"stopping: {self.admission.num_active} requests have {seconds:g} s to end; repeat to stop at once"
+                f"stopping: {self.admission.num_active} requests have {seconds:g} s to end; signal again to stop now"
             )
         if not await self._are_gone(seconds):
             self.unfinished = self.admission.num_active
