@@ -164,7 +164,7 @@ def test_packages_are_read_and_not_imported(tmp_path: Path, monkeypatch: pytest.
     assert {one.id for one in found} == {"quietpkg/__init__.py:1", "quietpkg/deep/a.py:1"}
     assert all(one.messages[0]["content"].endswith("\n") for one in found)
     for name in ("nosuch", "os.path", "", "../quietpkg"):
-        with pytest.raises(DataError, match="no installed package with Python source"):
+        with pytest.raises(DataError, match="is not an installed package with Python source"):
             select(Config(conversations=f"packages:{name}"))
 
 
