@@ -1,4 +1,4 @@
-"""Put the demo's table into benchmarks/pages/real-model.md, between its marks: `python scripts/demo_table.py runs/demo`."""
+"""Put the demo's table into benchmarks/pages/real-model.md: `python scripts/demo_table.py runs/demo`."""
 
 from __future__ import annotations
 

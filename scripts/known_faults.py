@@ -270,7 +270,11 @@ FAULTS = [
     ),
     fault(
         "the policy ignores a request's own limit on drafts",
-        ("Auto.budget", "[max(0, min(self.num_nodes, slot_room)) for slot_room in room]", "[self.num_nodes for _ in room]"),
+        (
+            "Auto.budget",
+            "[max(0, min(self.num_nodes, slot_room)) for slot_room in room]",
+            "[self.num_nodes for _ in room]",
+        ),
     ),
     fault(
         "what changes with swapped words is preferred",
@@ -833,7 +837,11 @@ FAULTS = [
     ),
     fault(
         "a multiple choice whose options are reordered is another question",
-        ("_with_options", "sorted(_words(option) for option in [*texts, last])", "(_words(one) for one in [*texts, last])"),
+        (
+            "_with_options",
+            "sorted(_words(option) for option in [*texts, last])",
+            "(_words(one) for one in [*texts, last])",
+        ),
     ),
     fault(
         "the docstring of a stub of code trains, and the stub counts as clean",
@@ -1371,7 +1379,11 @@ FAULTS = [
     ),
     fault(
         "a probe replays sampled requests greedily",
-        ("_sampling", '**{"temperature": 0.0, **settings, "seed": seed}', '**{**given, "temperature": 0.0, "seed": seed}'),
+        (
+            "_sampling",
+            '**{"temperature": 0.0, **settings, "seed": seed}',
+            '**{**given, "temperature": 0.0, "seed": seed}',
+        ),
     ),
     # engines
     fault(

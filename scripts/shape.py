@@ -1,39 +1,83 @@
-"""The shape of the package: code lines by room, the largest files, the longest functions, imports inside functions.
+"""The shape of the package: code lines by package, the largest files, the longest functions, imports inside functions.
 
-$ python scripts/shape.py
+$ python scripts/shape.py           # a report
+$ python scripts/shape.py --check   # fails where a package has grown beyond scripts/sizes.toml
+$ python scripts/shape.py --write   # writes the table anew; the diff says what grew, and the commit why
 
-A report, not a limit.  Code lines are those with code on them: no blanks, comments or docstrings.
+Code lines are those with code on them: no blanks, comments or docstrings.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
 import statistics
+import sys
 import tokenize
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "outrider"
+SIZES = Path(__file__).with_name("sizes.toml")
+TOP_LEVEL = "top-level modules"
 MOST = 5
 """Files and functions that are named."""
+SLACK = 20
+"""Code lines that a package may grow by before the table must be raised."""
 SILENT = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
 }  # fmt: skip
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def main() -> None:
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare with sizes.toml")
+    parser.add_argument("--write", action="store_true", help="write sizes.toml")
+    options = parser.parse_args()
     files = sorted(PACKAGE.rglob("*.py"))
     trees = {file: ast.parse(file.read_text()) for file in files}
-    lines, rooms = {file: code_lines(file, trees[file]) for file in files}, Counter[str]()
+    lines = {file: code_lines(file, trees[file]) for file in files}
+    packages = by_package(lines)
+    if options.write:
+        rows = (f'"{package}" = {count}\n' for package, count in sorted(packages.items()))
+        SIZES.write_text("# Code lines of each package, by `python scripts/shape.py --write`.\n" + "".join(rows))
+    elif options.check:
+        return check(packages)
+    else:
+        report(trees, lines, packages)
+    return 0
+
+
+def by_package(lines: dict[Path, int]) -> Counter[str]:
+    packages = Counter[str]()
     for file, count in lines.items():
-        rooms[file.relative_to(PACKAGE).parts[0]] += count
+        parts = file.relative_to(PACKAGE).parts
+        packages[parts[0] if len(parts) > 1 else TOP_LEVEL] += count
+    return packages
+
+
+def check(packages: Counter[str]) -> int:
+    """The exit code: 1 where a package is larger than the table allows, or is not in it."""
+    sizes = tomllib.loads(SIZES.read_text())
+    grown = [
+        f"{package} has {count:,} code lines, and scripts/sizes.toml allows {sizes.get(package, 0):,}"
+        for package, count in sorted(packages.items())
+        if count > sizes.get(package, 0) + SLACK
+    ]
+    for line in grown:
+        print(f"{line}; simplify, or raise it with `python scripts/shape.py --write` and say why in the commit")
+    return 1 if grown else 0
+
+
+def report(trees: dict[Path, ast.Module], lines: dict[Path, int], packages: Counter[str]) -> None:
     functions = [(node.end_lineno - node.lineno + 1, f"{name(file)}.{node.name}") for file, node in functions_of(trees)]
     lengths = sorted(length for length, _ in functions)
-    print(f"{sum(lines.values()):,} code lines in {len(files)} files")
-    print("rooms:             " + ", ".join(f"{room} {count:,}" for room, count in rooms.most_common()))
+    print(f"{sum(lines.values()):,} code lines in {len(lines)} files")
+    print("packages:          " + ", ".join(f"{package} {count:,}" for package, count in packages.most_common()))
     print(
         "largest files:     " + ", ".join(f"{name(file)} {count}" for file, count in Counter(lines).most_common(MOST))
     )
@@ -78,4 +122,4 @@ def name(file: Path) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,7 +7,7 @@ config's fields, so they are written once.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import NoneType, UnionType
+from types import GenericAlias, NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import typer
@@ -98,14 +98,16 @@ def _option_type(annotation: Any) -> Any:
         return next(_option_type(each) for each in args if each is not NoneType)
     if origin is Annotated:
         return _option_type(args[0])
-    return str if origin is tuple else list[args[0]] if origin is Sequence else annotation
+    if origin is Sequence:
+        return GenericAlias(list, args)
+    return str if origin is tuple else annotation
 
 
 def with_options(verb: Callable[..., None]) -> Callable[..., None]:
     """Decorator of a verb: options in place of its parameters annotated with `Fields`."""
     hints = get_type_hints(verb, include_extras=True)
     groups: dict[str, tuple[Fields, dict[str, inspect.Parameter]]] = {}
-    signature = []
+    signature: list[inspect.Parameter] = []
     for parameter in inspect.signature(verb).parameters.values():
         metadata = getattr(hints[parameter.name], "__metadata__", ())
         if fields := next((each for each in metadata if isinstance(each, Fields)), None):

@@ -46,8 +46,8 @@ def replayed(
     share = probe.limited(target, reads, cached, drafters, options.probe)
     records, loops = probed.without_loops(_run(target, drafters, share, cached))
     left_out = {"refused by the target": refused, "the answer loops": loops}
-    found = probed.summary(sample, options.probe, records, left_out, share.because)
-    return found, probed.acceptances(records, found.requests, sample.texts)
+    result = probed.summary(sample, options.probe, records, left_out, share.because)
+    return result, probed.acceptances(records, result.requests, sample.texts)
 
 
 def _run(

@@ -112,7 +112,7 @@ def published(kind: str) -> Acceptance | None:
 def of_report(report: Report, drafter: str, path: str) -> Acceptance | None:
     """A report's acceptance of a drafter at its lowest temperature, over all tasks; None if it has none."""
     rows = [row for row in report.rows if row.drafter == drafter and row.tokens_per_step is not None]
-    rows = [row for row in rows if row.temperature == min(own.temperature for own in rows)]
+    rows = [row for row in rows if row.temperature == min(each.temperature for each in rows)]
     if not rows:
         return None
     curves = [_curve(row) for row in rows]
