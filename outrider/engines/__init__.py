@@ -1,4 +1,4 @@
-"""What an exported drafter needs to be served: the command, the manifests, the check that the engine accepts what we
-accept."""
+"""What is needed to serve an exported drafter: the command, the manifests, and a check that the engine accepts as many
+tokens as Outrider does."""
 
 from __future__ import annotations

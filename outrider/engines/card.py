@@ -1,6 +1,6 @@
 """The model card of an exported drafter: README.md, with the metadata that the Hugging Face hub reads.  No torch.
 
-Everything in it comes from the folder's outrider.json.  A card that somebody has edited is not written again.
+Everything in it comes from the folder's outrider.json.  A card that was edited by hand is not overwritten.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from outrider.targets import catalog
 
 NAME = "README.md"
 LIBRARIES = {"speculators": "speculators", "transformers": "transformers", "gguf": "gguf"}
-"""Format → the hub's name of the library that reads it; ours for the others."""
+"""Format → the hub's name of the library that reads it; `outrider` for the others."""
 
 
 def write(folder: Path) -> bool:
-    """Write the card of an exported folder; False, and nothing is written, where there is one that is not as we wrote
-    it.
+    """Write the card of an exported folder.  Returns False, and writes nothing, if the existing card was edited.
 
-    outrider.json notes the hash of what was written.  Raises ExportError for a folder that was not exported here.
+    outrider.json stores the hash of the card.  Raises ExportError for a folder that Outrider did not export.
     """
     manifest, path = read_manifest(folder), folder / NAME
     if path.exists() and _hash(path.read_text(encoding="utf-8")) != manifest.get("card"):
@@ -86,7 +85,7 @@ def _facts(manifest: Mapping[str, Any], draft: Draft, target: str) -> Iterator[t
 
 
 def _training(facts: Mapping[str, Any]) -> str:
-    """What outrider.json says of it, as a sentence."""
+    """The training section of outrider.json, as a sentence."""
     config = facts.get("config") or {}
     origin = ("started from", facts.get("from")) if facts.get("from") else ("imported from", facts.get("imported_from"))
     parts = [
@@ -115,7 +114,7 @@ def _rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
 
 
 def _verified(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """What `outrider verify-export` found."""
+    """The results of `outrider verify-export`."""
     for engine, result in (manifest.get("verified") or {}).items():
         if result.get("error") is None:
             texts = f"{result['texts_equal']} of {result['prompts']} texts equal to Outrider's"
@@ -124,7 +123,7 @@ def _verified(manifest: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _engines(draft: Draft, target: str) -> Iterator[dict[str, Any]]:
-    """The command of every engine that reads the folder."""
+    """The command for every engine that reads the folder."""
     moved = replace(draft, folder=Path("FOLDER"), target=target)
     for name, engine in ENGINES.items():
         method = engine.methods.get(draft.kind)
@@ -133,7 +132,7 @@ def _engines(draft: Draft, target: str) -> Iterator[dict[str, Any]]:
         served = replace(moved, target="TARGET.gguf") if name == "llamacpp" else moved
         try:
             command = commands.command(name, served)
-        except ConfigError:  # not this drafter, such as a head that this engine has not
+        except ConfigError:  # this drafter is not supported, such as a head that the engine does not have
             continue
         yield {"title": engine.title, "before": command.before, "command": command.shell, "files": command.files}
 

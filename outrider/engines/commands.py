@@ -1,7 +1,7 @@
-"""The right command for each engine, in the words of the version that is installed.  No torch.
+"""The right command for each engine, with the options of the installed version.  No torch.
 
-engines.yaml was written from each engine's source or documents at its version; docs/deploy.md lists what was run.  A
-method that an engine can't run is refused by name, with what to use instead.
+engines.yaml was written from each engine's source or documentation at the version it names; docs/deploy.md lists what
+was run.  A method that an engine can't run is refused by name, with an alternative.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A whole command that serves a draft, with its files and notes."""
+    """A complete command that serves a draft, with its files and notes."""
 
     engine: str
     version: str
     is_assumed: bool
-    """The engine was not asked: the version is the one in engines.yaml."""
+    """True if the engine was not queried: the version is the one in engines.yaml."""
     words: tuple[str, ...]
     settings: Settings
-    """Of speculation, as the engine reads them."""
+    """Settings of speculation, as the engine reads them."""
     files: Mapping[str, str]
-    """Name to text, of what belongs to it."""
+    """File name → text of the files that the command needs."""
     before: str | None
     notes: tuple[str, ...]
 
@@ -64,7 +64,7 @@ class Command:
         return shlex.join(self.words)
 
     def plain(self, draft: Draft) -> dict[str, Any]:
-        """The command as values for JSON, with the draft that it serves."""
+        """The command as values for JSON, with the draft it serves."""
         return {
             "engine": self.engine, "version": self.version, "version_is_assumed": self.is_assumed, "kind": draft.kind,
             "format": draft.format, "draft": None if draft.folder is None else draft.place, "target": draft.target,
@@ -73,16 +73,16 @@ class Command:
         }  # fmt: skip
 
 
-# ── what is to be deployed ────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is deployed ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def draft_of(place: str | Path, target: str | None = None, kind: str | None = None, format: str | None = None) -> Draft:
-    """The draft in an exported or published folder, or a kind that needs none.  place: a folder, its Hugging Face id, a
-    kind.
+    """The draft in an exported or published folder, or a kind that needs no folder. place: a folder, its Hugging Face
+    id, or a kind.
 
-    kind, format: of a folder that comes from elsewhere; recognised as `outrider import` does unless given.
-    Raises ConfigError for a checkpoint, which no engine reads, and where the target is not known; ExportError where the
-    folder's own description can't be read.
+    kind, format: of a folder that Outrider did not export; detected as in `outrider import` unless given.  Raises
+    ConfigError for a checkpoint, which no engine reads, and if the target is unknown; ExportError if the folder's own
+    description can't be read.
     """
     name, folder = str(place), Path(place)
     if not folder.is_dir() and of_kind(name).is_untrained:
@@ -94,7 +94,7 @@ def draft_of(place: str | Path, target: str | None = None, kind: str | None = No
         )
     hub_id = None
     if not folder.is_dir():
-        from outrider.loading import find_folder  # loads torch, which a folder here does not need
+        from outrider.loading import find_folder  # loads torch, which a local folder does not need
 
         hub_id, folder = name, find_folder(name)
     manifest = read_manifest(folder)
@@ -118,14 +118,14 @@ def draft_of(place: str | Path, target: str | None = None, kind: str | None = No
 
 
 def _recognised(folder: Path, config: Config, kind: str | None, format: str | None) -> tuple[str | None, str | None]:
-    """(kind, format) of a folder from elsewhere, each None where it is not recognised: an engine may read what we
-    can't."""
-    # loads torch, which an export of ours does not need
+    """(kind, format) of a folder that Outrider did not export; each is None if not recognised: an engine may read what
+    we can't."""
+    # loads torch, which our own exports do not need
     from outrider.export.formats import candidates
     from outrider.formats.folder import read_names
 
     names: frozenset[str] = frozenset()
-    with suppress(ExportError):  # pickles, which an engine may open
+    with suppress(ExportError):  # pickles, which an engine may be willing to load
         names = read_names(folder)
     matches = []
     with suppress(ExportError, ValueError):
@@ -160,9 +160,9 @@ def _target(name: str | None, about: Mapping[str, Any], place: str) -> str:
 
 
 def command(name: str, draft: Draft, wish: Wish | None = None, version: str | None = None) -> Command:
-    """How an engine serves a draft.  version: of the engine; the one in engines.yaml unless given.
+    """The command with which an engine serves a draft. version: of the engine; the one in engines.yaml unless given.
 
-    Raises ConfigError for what this engine can't do, with what can.
+    Raises ConfigError for anything this engine can't do, naming an alternative.
     """
     wish, name = wish or Wish(), engine_name(name)
     engine = ENGINES[name]
@@ -181,9 +181,10 @@ def command(name: str, draft: Draft, wish: Wish | None = None, version: str | No
 
 
 def scheduled(name: str, wish: Wish, path: Path) -> Wish:
-    """The wish with what `outrider tune` measured: tokens by load, or one way to draft where an engine has no table.
+    """The wish with the measurements of `outrider tune`: tokens by load, or one fixed setting if the engine has no
+    table.
 
-    Raises ConfigError where the wish names tokens, a width or a cut-off besides, for an engine without a table.
+    Raises ConfigError if the wish also sets tokens, a width or a cut-off, for an engine without a table.
     """
     title, methods = engine_of(name).title, engine_of(name).methods.values()
     if any(method.varies for method in methods):
@@ -226,7 +227,7 @@ def _method(name: str, engine: Engine, draft: Draft, version: str) -> Method:
 
 
 def _shifted(kind: str, format: str, other: str) -> str:
-    """Why a folder in a format would be read as one in another, and wrongly; empty where it would not."""
+    """Why the engine would misread a folder of this format as another format; empty if it would not."""
     (key, shift), (name, theirs) = (of_kind(kind).layers.get(each, (each, 0)) for each in (format, other))
     same = key.rpartition(".")[2]
     if same != name.rpartition(".")[2] or shift == theirs:
@@ -241,7 +242,7 @@ def _tokens(draft: Draft, wish: Wish) -> int:
 
 
 def _check(name: str, method: Method, draft: Draft, wish: Wish, tokens: int) -> None:
-    """Raises ConfigError for what the draft or this engine's method can't do."""
+    """Raises ConfigError for anything the draft or this engine's method can't do."""
     kind, most = draft.kind, draft.length
     asks_more = most is not None and tokens > most
     able = lambda has: ", ".join(
@@ -322,7 +323,7 @@ def numbers(version: str) -> Version:
 def installed(name: str, python: str | Path) -> str:
     """The version of an engine in the environment of a Python; for llama.cpp, of a `llama-server`.
 
-    Raises ConfigError where it is not there.
+    Raises ConfigError if it is not installed.
     """
     engine = engine_of(name)
     try:
@@ -330,7 +331,7 @@ def installed(name: str, python: str | Path) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{python} can't be run: {error}; name the Python of {engine.title}'s environment") from None
     printed = done.stdout or done.stderr
-    # llama.cpp counts commits, and its entries here are of one
+    # llama.cpp's version is a commit count, and its entries here are for one commit
     version = re.search(r"commit ([0-9a-f]{7,})", printed) or re.search(r"(?:version: )?([\w.+-]*\d[\w.+-]*)", printed)
     if done.returncode or version is None:
         raise ConfigError(f"{python} has no {engine.title}; name the Python of the environment where it is installed")

@@ -1,4 +1,4 @@
-"""What is to be deployed, how it is to run, and what each engine has: engines.yaml as values.  No torch."""
+"""What is deployed, how it runs, and what each engine supports: engines.yaml as values.  No torch."""
 
 from __future__ import annotations
 
@@ -21,52 +21,52 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The draft that is to be deployed."""
+    """The draft to deploy."""
 
     kind: str
     target: str
     folder: Path | None = None
-    """None: nothing was trained."""
+    """None if nothing was trained."""
     format: str | None = None
     length: int | None = None
-    """Tokens that it drafts a step."""
+    """Tokens drafted per step."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Ours."""
+    """Our settings of the drafter."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The folder's config.json."""
     taps: tuple[int, ...] = ()
-    """Layers of the target that it reads, counted from 0; () where the folder does not name them, or it reads none."""
+    """Target layers whose outputs it reads, counted from 0; () if the folder does not name them, or it reads none."""
     precision: str | None = None
-    """Number type of the target it was trained with."""
+    """dtype of the target it was trained with."""
     hub_id: str | None = None
-    """Its Hugging Face id, where it was named by that; `folder` is then the copy in the hub's cache."""
+    """Its Hugging Face id, if it was given as one; `folder` is then the copy in the hub's cache."""
 
     @property
     def place(self) -> str:
-        """What an engine is told of a trained draft: its Hugging Face id, or else its folder."""
+        """How a trained draft is passed to an engine: its Hugging Face id, or else its folder."""
         return self.hub_id or str(self.folder)
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """How the draft is to be run."""
+    """How to run the draft."""
 
     tokens: int | None = None
-    """Drafted per step; the draft's own length unless given; 0 is no speculation."""
+    """Tokens drafted per step; the draft's own length unless given; 0 turns speculation off."""
     width: int = 1
     """Children of each node of a tree; 1 is a chain."""
     cutoff: float | None = None
-    """The draft stops before a token that it gives less."""
+    """Drafting stops before a token with a lower probability than this."""
     schedule: tuple[tune.Range, ...] = ()
-    """Tokens by load, instead of `tokens`."""
+    """Tokens by load, in place of `tokens`."""
     host: str = "127.0.0.1"
     port: int | None = None
     tensor_parallel: int = 1
     files: str = "."
-    """Where the engine finds the files that belong to the command."""
+    """Where the engine finds the files that the command needs."""
     extra: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    """What is said with the command."""
+    """Notes printed with the command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,36 +74,36 @@ class Method:
     """One kind of drafter in one engine."""
 
     name: str
-    """What the engine calls it."""
+    """The engine's name for it."""
     formats: tuple[str, ...] = ()
-    """Exported folders that it reads, the best first; () needs none."""
+    """Formats of exported folders that it reads, best first; () needs no folder."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that always go with it."""
+    """Settings that are always passed."""
     facts: tuple[str, ...] = ()
-    """Of the draft, which its settings name."""
+    """Facts about the draft that the settings must name."""
     takes: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
-    """Their settings that say the same as ours: the name of ours and its value unless given; `tokens` is how many are
-    drafted a step.  Of a draft without a folder, these are all that say what is drafted."""
+    """Engine settings equivalent to ours: our name, and its value unless given; `tokens` is the number drafted per
+    step.  A draft without a folder is described by these alone."""
     needs: tuple[tuple[str, str, Any], ...] = ()
-    """Settings that a draft must have: ours, its key in config.json, the value."""
+    """Settings that a draft must have: our name, the key in config.json, the value."""
     in_anchor: str | None = None
-    """What the engine calls it where it drafts in the anchor's slot too, if otherwise."""
+    """The engine's name for it if it also drafts in the anchor's slot, if different."""
     in_target: bool = False
     """The exported file holds the target too."""
     flag: str | None = None
-    """Says how many tokens are drafted, where that is a flag of its own."""
+    """The flag for the number of drafted tokens, if there is one."""
     since: Version = ()
     until: Version = ()
-    """The first version without it; () is none."""
+    """The first version that no longer has it; () if none."""
     varies: bool = False
-    """May draft by load."""
+    """Draft length may depend on the load."""
     trees: bool = False
     cuts: bool = False
-    """Has a cut-off by confidence."""
+    """Has a confidence cut-off."""
     notes: tuple[str, ...] = ()
 
     def taken(self, settings: Mapping[str, Any], tokens: int) -> Settings:
-        """Their settings for ours, where a value is known."""
+        """Engine settings for those of ours that have a value."""
         ours = {"tokens": tokens, **settings}
         values = {name: ours.get(key, default) for name, (key, default) in self.takes.items()}
         return {name: value for name, value in values.items() if value is not None}
@@ -118,12 +118,12 @@ class Bad:
     """A regular expression."""
     what: str
     platform: str = ""
-    """The platform it happens on; every one unless given."""
+    """The affected platform; every one unless given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One engine: its versions, commands, flags and the kinds of drafters that it runs."""
+    """One engine: its versions, commands, flags and the kinds of drafters it runs."""
 
     title: str
     version: str
@@ -133,23 +133,23 @@ class Engine:
     """What to use instead of a kind that it does not run."""
     notes: tuple[str, ...]
     names: tuple[str, ...] = ()
-    """Other names that it is called by, in small letters."""
+    """Aliases, in lower case."""
     packages: tuple[str, ...] = ()
-    """Distributions, of which one is in its environment; () is a program."""
+    """Distributions, one of which is in its environment; () is a program."""
     port: int = 8000
     bad: tuple[Bad, ...] = ()
     image: str | None = None
-    """That a container runs; its tag is not looked up.  None: it is not deployed so."""
+    """The container image; its tag is not checked.  None if it is not deployed in a container."""
     cpu_image: str | None = None
-    """The image for machines without a GPU; None: there is none."""
+    """The image for machines without a GPU; None if there is none."""
     program: str | None = None
-    """What the first word of its command is called in there, where it is another."""
+    """The first word of its command in the container, if different."""
     health: str = "/health"
     metrics: str | None = "/metrics"
 
     @property
     def ask(self) -> tuple[str, ...]:
-        """Words after the Python of its environment, or the program, that print its version."""
+        """Arguments to the Python of its environment, or to the program, that print its version."""
         if not self.packages:
             return ("--version",)
         code = (
@@ -161,7 +161,7 @@ class Engine:
 
 
 def _engines() -> dict[str, Engine]:
-    """engines.yaml, with what each drafter says of itself."""
+    """engines.yaml, combined with what each drafter declares."""
     text = Path(__file__).with_name("engines.yaml").read_text(encoding="utf-8")
     engines: dict[str, dict[str, Any]] = yaml.safe_load(text)
     for name, engine in engines.items():
@@ -178,7 +178,7 @@ ENGINES: Mapping[str, Engine] = _engines()
 
 
 def engine_name(name: str) -> str:
-    """The key in `ENGINES` for any name of an engine.  Raises ConfigError with the nearest one, also for a format."""
+    """The key in `ENGINES` for any name of an engine.  Raises ConfigError with the closest match, also for a format."""
     word = name.lower()
     by_name = {each: key for key, engine in ENGINES.items() for each in (key, engine.title.lower(), *engine.names)}
     if word in by_name:
@@ -187,18 +187,18 @@ def engine_name(name: str) -> str:
     if readers:
         engines = ", ".join(dict.fromkeys(readers))
         raise ConfigError(f"{name} is a format, not an engine; name an engine that reads it: {engines}")
-    hint = nearest(word, by_name)  # without a near one, each by one name
+    hint = nearest(word, by_name)  # without a close match, one name of each
     raise ConfigError(f"no engine {name!r}{hint if 'did you mean' in hint else nearest(word, ENGINES)}")
 
 
 def engine_of(name: str) -> Engine:
-    """An engine by any of its names.  Raises ConfigError with the nearest one."""
+    """An engine by any of its names.  Raises ConfigError with the closest match."""
     return ENGINES[engine_name(name)]
 
 
 def method_of(name: str, kind: str) -> Method:
-    """How an engine runs a kind of drafter.  Raises ConfigError for one that it does not run, with what to use
-    instead."""
+    """How an engine runs a kind of drafter.  Raises ConfigError, with an alternative, for a kind that it does not
+    run."""
     engine = engine_of(name)
     if kind not in engine.methods:
         others = [other for other, one in ENGINES.items() if kind in one.methods]

@@ -1,4 +1,4 @@
-"""Write a drafter for an engine or in a format, with its model card: what `outrider export` does."""
+"""Write a drafter for an engine or in a format, with its model card: the implementation of `outrider export`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def export(
     drafter: str | Path | Source, to: str, out: str | Path, target: TransformersTarget | str | None = None,
     precision: str | None = None,
 ) -> Path:  # fmt: skip
-    """Write a drafter for an engine or in a format, read it back, compare every weight, write its model card.
+    """Write a drafter for an engine or in a format, read it back, compare every weight, and write its model card.
 
-    drafter: a checkpoint, or a published draft model, by its folder or Hugging Face id.  to: an engine such as `vllm`,
-    which stands for the format that it reads this kind of drafter in, or a format.  out: a new folder, returned.
-    target: loaded or by its name; the one that the drafter was trained for unless given.  precision: type of number to
-    round to, where the format has a choice.
+    drafter: a checkpoint, or a published draft model, by its folder or Hugging Face id. to: a format, or an engine such
+    as `vllm`, which stands for the format it reads for this kind of drafter. out: a new folder, returned. target:
+    loaded or by name; the one the drafter was trained for unless given. precision: number type to round to, if the
+    format has a choice.
 
-    Raises ConfigError for an unknown name or precision, and where the target is not known; ExportError where the format
-    does not know the method or can't say its settings, or where `out` is there already.
+    Raises ConfigError for an unknown name or precision, and if the target is unknown; ExportError if the format does
+    not support the method or can't express its settings, or if `out` already exists.
     """
     source = drafter if isinstance(drafter, Source) else describe(drafter)
     chosen = names.chosen(to, source.kind)

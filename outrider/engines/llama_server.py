@@ -1,7 +1,7 @@
-"""llama.cpp's server on this machine: where its program is, how it is started, and what became of each draft.
+"""llama.cpp's server on this machine: finding the program, starting it, and how much of each draft was accepted.
 
-The server tells how many drafted tokens a whole request has accepted (`timings` of an answer).  With LLAMA_TRACE it
-also logs every verified step, by the number of its request's task; `steps_of` reads that log.
+The server reports how many drafted tokens a whole request has accepted (`timings` of an answer).  With LLAMA_TRACE it
+also logs every verified step, by the task number of its request; `steps_of` reads that log.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from outrider.errors import ConfigError, DataError
 VARIABLE = "LLAMA_SERVER"
 """Environment variable that names the program."""
 ANSWERS_S = 600.0
-"""Longest that one request may take."""
+"""Longest that one request may take, in seconds."""
 STEP = re.compile(r"\| task (\d+) \| accepted +(\d+)/ *(\d+) draft tokens$")
 ERROR = re.compile(r"^[\d.]+ E (.*)")
-"""A line that is marked as an error, after its time."""
+"""A line that is marked as an error, after its timestamp."""
 MOST_ERRORS = 4
 ENDED = re.compile(r"\| task (\d+) \| stop processing: ")
 
@@ -43,15 +43,15 @@ class Answer:
     """The greedy text of one request."""
 
     tokens: list[int]
-    """With the token that ends the text, where one does."""
+    """Includes the token that ends the text, if one does."""
     drafted: int
     accepted: int
 
 
 def program(path: str | Path | None = None) -> Path:
-    """The server's program: as given, else as LLAMA_SERVER names it, else on the PATH.
+    """The server's program: as given, else from LLAMA_SERVER, else from the PATH.
 
-    Raises ConfigError where there is none, with how to get it.
+    Raises ConfigError if there is none, with how to get it.
     """
     named = str(path or os.environ.get(VARIABLE) or "")
     executable = shutil.which(named or "llama-server")
@@ -64,10 +64,10 @@ def program(path: str | Path | None = None) -> Path:
 
 @contextmanager
 def serving(words: Sequence[object], log: Path) -> Iterator[httpx.Client]:
-    """Run the server while the block runs, on a free port of the loopback.  words: the program and its arguments.
+    """Run the server for the duration of the block, on a free loopback port. words: the program and its arguments.
 
-    log: gets its output; complete once the block has ended.  Raises DataError, with the server's last lines, where it
-    does not start, and where it ends or is silent while it is asked.
+    log: receives its output; complete once the block has ended.  Raises DataError, with the server's last lines, if it
+    does not start, exits, or stops responding.
     """
     port = sweep.free_port()
     command = [*map(str, words), "--host", "127.0.0.1", "--port", str(port), "--log-colors", "off"]
@@ -86,14 +86,15 @@ def serving(words: Sequence[object], log: Path) -> Iterator[httpx.Client]:
 
 
 def _errors(log: Path) -> str:
-    """The messages that the server marked as errors, each once, as the end of a sentence; empty where there is none."""
+    """The messages that the server marked as errors, without duplicates, as the end of a sentence; empty if there are
+    none."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     messages = dict.fromkeys(match[1].strip() for line in lines if (match := ERROR.search(line)))
     return f"; its errors: {' | '.join(list(messages)[:MOST_ERRORS])}" if messages else ""
 
 
 def continued(client: httpx.Client, prompt: Sequence[int], new: int) -> Answer:
-    """The greedy continuation of token ids, at most `new` tokens.  Raises DataError where the server refuses it."""
+    """The greedy continuation of token ids, at most `new` tokens.  Raises DataError if the server refuses it."""
     body = {
         "prompt": list(prompt), "n_predict": new, "temperature": 0, "cache_prompt": False, "return_tokens": True,
     }  # fmt: skip
@@ -106,9 +107,9 @@ def continued(client: httpx.Client, prompt: Sequence[int], new: int) -> Answer:
 
 
 def steps_of(log: Path, answers: Sequence[Answer]) -> list[list[Step]]:
-    """The verified steps of each answer, from the log of a server that was asked one request after the other.
+    """The verified steps of each answer, from the log of a server that received one request at a time.
 
-    Raises DataError where the log and the answers' own counts differ.
+    Raises DataError if the log and the answers' own counts differ.
     """
     by_task: dict[str, list[Step]] = {}
     tasks: list[str] = []

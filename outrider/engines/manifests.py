@@ -1,12 +1,12 @@
-"""What else a deployment needs: a Triton repository, Kubernetes, compose, Prometheus and a Grafana dashboard.  No
+"""The other files of a deployment: a Triton repository, Kubernetes, compose, Prometheus and a Grafana dashboard.  No
 torch.
 
-All are templates, filled in.  Nothing in them is a secret: a token for the hub is named by the Kubernetes secret that
-holds it.  A server listens beyond loopback only inside its own container, and compose publishes to loopback.
+All are filled-in templates.  None contains a secret: a hub token is referenced by the Kubernetes secret that holds it.
+A server listens beyond loopback only inside its own container, and compose publishes to loopback.
 
-The dashboard shows an engine's metrics of its drafts in our words: tokens per step is 1 + accepted / drafts.  vLLM,
+The dashboard shows an engine's draft metrics under our names: tokens per step is 1 + accepted / drafts. vLLM,
 llama-server and `outrider serve` have counters, and vLLM and `outrider serve` count steps without a draft too; SGLang
-has gauges of its last logging interval; TensorRT-LLM has both, and no count of drafts.
+has gauges of its last logging interval; TensorRT-LLM has both, but no count of drafts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from outrider.storage.atomic import new_folder
 
 PROMETHEUS, GRAFANA = "prom/prometheus:v3.5.0", "grafana/grafana:12.1.0"
 MODELS, SETTINGS = "/models", "/etc/outrider"
-"""Where a container finds models, and the files that belong to its command."""
+"""Where a container finds models, and the files that its command needs."""
 EVERY_S = 15
 STARTS_S, PROBE_S = 1800, 10
 SOURCE = "outrider-prometheus"
@@ -42,7 +42,7 @@ WATCHING = (
 )  # fmt: skip
 DASHBOARD = "grafana/dashboards/speculation.json"
 METRICS: Mapping[str, Mapping[str, str | None]] = yaml.safe_load(rendered("metrics.yaml"))
-"""Queries by engine, as templates/metrics.yaml has them; "outrider" is `outrider serve`, which no file here starts."""
+"""Queries by engine, as in templates/metrics.yaml; "outrider" is `outrider serve`, which no file here starts."""
 OWN = Engine("Outrider", "", {}, {}, ())
 
 
@@ -51,13 +51,13 @@ class Place:
     """How an engine is deployed."""
 
     name: str = "outrider"
-    """Of everything that is made."""
+    """Name given to everything that is created."""
     image: str | None = None
     gpus: int = 1
-    """GPUs of a container; 0 is a machine without one."""
+    """GPUs per container; 0 is a machine without one."""
 
     def check(self) -> None:
-        """ConfigError for a name that Kubernetes refuses."""
+        """Raises ConfigError for a name that Kubernetes rejects."""
         if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", self.name):
             raise ConfigError(
                 "--name must be up to 52 of a-z, 0-9 and -, begin with a letter and end with a letter or digit, got "
@@ -66,7 +66,7 @@ class Place:
 
 
 def inside(engine: str, draft: Draft, wish: Wish, version: str | None = None) -> Command:
-    """The command in a container: models under /models, files under /etc/outrider, open to its network."""
+    """The command in a container: models under /models, files under /etc/outrider, listening on its network."""
     mounted = mounted_target(draft)
     if mounted is not None and (Path(draft.target) / GGUF_FILE).exists() and engine == "llamacpp":
         mounted += f"/{GGUF_FILE}"
@@ -78,18 +78,18 @@ def inside(engine: str, draft: Draft, wish: Wish, version: str | None = None) ->
 
 
 def _fetches(engine: str, draft: Draft) -> bool:
-    """Whether the engine fetches the draft from the hub itself; llama.cpp reads files only."""
+    """Whether the engine downloads the draft from the hub itself; llama.cpp reads only files."""
     return draft.hub_id is not None and engine != "llamacpp"
 
 
 def mounted_target(draft: Draft) -> str | None:
-    """Where a container finds a target that is a file or a folder here; None for one of the hub."""
+    """Where a container finds a target that is a local file or folder; None for one on the hub."""
     target = Path(draft.target)
     return f"{MODELS}/target{'.gguf' if target.suffix == '.gguf' else ''}" if target.exists() else None
 
 
 def files_of(engine: str, draft: Draft, wish: Wish, place: Place, version: str | None = None) -> dict[str, str]:
-    """Name to text of everything that a deployment of this engine has; names may hold folders."""
+    """File name → text of everything in a deployment of this engine; names may include folders."""
     place.check()
     served = engine_of(engine)
     if served.image is None:
@@ -131,7 +131,7 @@ def manifest(name: str, engine: str, place: Place, **values: Any) -> str:
 
 
 def dashboard(engine: str, place: Place) -> dict[str, Any]:
-    """A Grafana dashboard of the engine's metrics of its drafts; "outrider": of `outrider serve`."""
+    """A Grafana dashboard of the engine's draft metrics; "outrider" is `outrider serve`."""
     return yaml.safe_load(manifest(DASHBOARD.replace(".json", ".yaml"), engine, place))
 
 
@@ -151,26 +151,26 @@ def triton(name: str, target: str, wish: Wish, settings: Mapping[str, Any]) -> d
 def unit(command: Command, place: Place) -> str:
     """A systemd unit that serves the draft on this machine."""
     program, *arguments = command.words
-    # systemd looks for programs on a path of its own
+    # systemd has its own search path for programs
     words = [shutil.which(program) or f"/usr/local/bin/{program}", *map(_absolute, arguments)]
     line = " ".join(map(_systemd_word, words))
     return rendered("systemd.service", place=place, line=line, title=engine_of(command.engine).title)
 
 
 def _absolute(word: str) -> str:
-    """The path of a model as systemd needs it; other words as they are."""
+    """The absolute path of a model, which systemd needs; other words unchanged."""
     return str(Path(word).absolute()) if word.endswith(".gguf") else word
 
 
 def _systemd_word(word: str) -> str:
-    """A word as systemd reads it within quotes: %, $ and \\ mean something there."""
+    """A word quoted for systemd, where %, $ and \\ are special."""
     return json.dumps(word.replace("%", "%%").replace("$", "$$"), ensure_ascii=False)
 
 
 def write(out: Path, engine: str, draft: Draft, wish: Wish, place: Place, version: str | None = None) -> list[str]:
-    """Everything of a deployment in a new folder, whole or not at all.  Returns the names at its top.
+    """Write a whole deployment into a new folder, all or nothing.  Returns the names at its top level.
 
-    Raises DataError where the folder is there already or can't be written.
+    Raises DataError if the folder already exists or can't be written.
     """
     command = commands.command(engine, draft, wish, version)
     settings = triton(place.name, draft.target, wish, command.settings) if engine == "triton" else command.files

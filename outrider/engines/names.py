@@ -1,8 +1,8 @@
-"""Engines and formats by name: the one list that `export`, `deploy` and `verify-export` read, as `outrider formats`
-prints it.
+"""Engines and formats by name: the one list that `export`, `deploy` and `verify-export` use and `outrider formats`
+prints.
 
-An engine stands for the format that it reads a kind of drafter in: vLLM for speculators' layout of a DFlash,
-transformers' of a small model.
+An engine stands for the format it reads for a kind of drafter: for vLLM, speculators' layout of a DFlash, or
+transformers' layout of a small model.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from outrider.export.formats import find, matrix
 
 
 class Chosen(NamedTuple):
-    """The format in which a drafter is written, and the engine that it is for."""
+    """The format in which a drafter is written, and the engine it is for."""
 
     format: str
     engine: str | None
-    """Where an engine was named."""
+    """Set if an engine was named."""
 
     @property
     def text(self) -> str:
@@ -32,9 +32,9 @@ class Chosen(NamedTuple):
 
 
 def chosen(name: str, kind: str) -> Chosen:
-    """The format that a kind of drafter is written in for an engine or a format of this name.
+    """The format in which a kind of drafter is written for an engine or a format of this name.
 
-    Raises ConfigError for an unknown name, with the nearest one, and for an engine that takes no folder of this kind.
+    Raises ConfigError for an unknown name, with the closest match, and for an engine that reads no folder of this kind.
     """
     word = name.lower()
     by_name = _engines()
@@ -54,7 +54,7 @@ def chosen(name: str, kind: str) -> Chosen:
 
 
 def rows() -> list[dict[str, Any]]:
-    """Which kinds can be written and read in which format, and which engines read it: as `formats.matrix`, with
+    """Which kinds can be written and read in which format, and which engines read it: `formats.matrix` plus
     `engines`."""
     return [row | {"engines": _readers(row["format"], row["kind"])} for row in matrix()]
 

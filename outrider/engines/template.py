@@ -1,4 +1,4 @@
-"""Files that belong to a deployment, from the templates next to this file (jinja2).  No torch."""
+"""Files of a deployment, from the templates next to this file (jinja2).  No torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SHARES = (0.5, 0.95, 0.99)
 
 
 def rendered(template: str, **values: Any) -> str:
-    """A template with its values filled in.  What is text of others goes through `json`, which YAML reads too."""
+    """A template with its values filled in.  Untrusted text goes through `json`, which is also valid YAML."""
     return TEMPLATES.get_template(template).render(values)
 
 
 def _quantiles(histogram: str | None) -> list[tuple[str, str]]:
-    """(PromQL, legend) for each share of a histogram; nothing of none."""
+    """(PromQL, legend) for each quantile of a histogram; empty if there is no histogram."""
     ask = "histogram_quantile({share}, sum by (le) (rate({name}_bucket[5m])))"
     return [
         (ask.format(share=share, name=histogram), f"p{share * 100:.0f}") for share in SHARES if histogram is not None

@@ -1,4 +1,4 @@
-"""How to serve a draft in each engine: its settings of speculation, and the words of its command.  No torch."""
+"""How to serve a draft in each engine: its speculation settings and its command line.  No torch."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from outrider.errors import ConfigError
 from outrider.formats.keys import CONFIG
 
 ADAPTIVE, TRTLLM_FILE, SNIPPET, REPOSITORY = "adaptive.json", "trtllm.yaml", "generate.py", "models"
-"""Files that belong to commands, and Triton's folder."""
+"""Files that commands need, and Triton's folder."""
 GGUF_FILE = "model.gguf"
 """The model in an exported folder."""
 LAYER_FACTS = {"eagle3_layers_to_capture", "target_layer_ids"}
 SEQUENTIAL = ("Draft_Target", "NGram")
-"""TensorRT-LLM's decoding types that draft on the side, for which steps can't overlap."""
+"""TensorRT-LLM's decoding types that draft separately, for which steps can't overlap."""
 ASSISTANT = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 """Settings of transformers that belong to the draft model."""
 Words = tuple[list[str], dict[str, str]]
-"""(A command, files that belong to it)"""
+"""(command, files it needs)"""
 
 
 def _address(wish: Wish) -> list[str]:
@@ -39,8 +39,7 @@ def _parallel(flag: str, wish: Wish) -> list[str]:
 
 
 def candidates(tokens: int, width: int) -> int:
-    """Tokens that a tree of so many levels has to choose from: an engine that is to take more of them than there are
-    stops."""
+    """Number of candidate tokens of a tree of this depth: an engine exits if it is told to keep more than there are."""
     return width + (tokens - 1) * width**2
 
 
@@ -57,7 +56,7 @@ def _vllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
 
 
 def _vllm_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
-    # compact: it is read in a shell
+    # compact: it is pasted into a shell
     compact = json.dumps(settings, separators=(",", ":"))
     argv = ["--speculative-config", compact, "--per-request-spec-decode-metrics", "summary"] if settings else []
     return ["vllm", "serve", draft.target, *argv, *_parallel("--tensor-parallel-size", wish), *_address(wish)], {}
@@ -71,10 +70,10 @@ def _sglang(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
     if draft.folder is not None:
         settings["speculative-draft-model-path"] = draft.place
     if method.flag is not None:
-        # without it the folder's own size counts; all but DSpark count the anchor's place too
+        # without it the folder's own size applies; all but DSpark count the anchor's slot too
         is_default = draft.folder is not None and tokens == draft.length
         return settings if is_default else settings | {method.flag: tokens + (method.name != "DSPARK")}
-    # a chain verifies one more than it drafts, the anchor's place
+    # a chain verifies one token more than it drafts, the anchor's slot
     nodes = tokens + 1 if wish.width == 1 else min(4 * wish.width, candidates(tokens, wish.width) + 1)
     settings |= {
         "speculative-num-steps": tokens, "speculative-eagle-topk": wish.width, "speculative-num-draft-tokens": nodes,
@@ -103,7 +102,7 @@ def _trtllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
         "eagle3_layers_to_capture": list(draft.taps), "target_layer_ids": list(draft.taps),
         "mask_token_id": dflash.get("mask_token_id"),
     }  # fmt: skip
-    # of the authors' own EAGLE-3, which names no layers, it guesses them right
+    # the original EAGLE-3, which names no layers: TensorRT-LLM guesses them correctly
     if not draft.taps and LAYER_FACTS & set(method.facts) and draft.format not in of_kind(draft.kind).guessed:
         key = of_kind(draft.kind).layers[str(draft.format)][0]
         raise ConfigError(
@@ -139,7 +138,7 @@ def _llamacpp(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings
 
 
 def spec_type(kind: str, settings: Mapping[str, Any]) -> str:
-    """What llama.cpp calls a drafter.  settings: ours.  Raises ConfigError for a kind that it does not run."""
+    """llama.cpp's name for a drafter.  settings: ours.  Raises ConfigError for a kind that it does not run."""
     method = method_of("llamacpp", kind)
     return (method.in_anchor if settings.get("anchor_predicts") else None) or method.name
 
@@ -150,13 +149,14 @@ def in_target(draft: Draft) -> bool:
 
 
 def downloaded(draft: Draft) -> Path:
-    """The folder of a draft for an engine that reads files only: one of the hub is first downloaded to its own name."""
+    """The folder of a draft for an engine that reads only files: a hub model is first downloaded into a folder of its
+    own name."""
     assert draft.folder is not None
     return draft.folder if draft.hub_id is None else Path(draft.hub_id.rpartition("/")[2])
 
 
 def preparation(name: str, draft: Draft) -> str | None:
-    """The command that fetches a draft of the hub for an engine that reads files only; None for others."""
+    """The command that downloads a draft from the hub for an engine that reads only files; None for others."""
     if name != "llamacpp" or draft.hub_id is None:
         return None
     return shlex.join(["hf", "download", draft.hub_id, "--local-dir", str(downloaded(draft))])
@@ -187,13 +187,13 @@ def _transformers(method: Method, draft: Draft, tokens: int, wish: Wish) -> Sett
         return {**method.taken(draft.settings, tokens), **method.more}
     return {
         method.name: draft.place, "num_assistant_tokens": tokens, "num_assistant_tokens_schedule": "constant",
-        # transformers' own default is 0.4, at which drafts are shorter than what was asked for
+        # transformers' default of 0.4 would cut drafts short
         "assistant_confidence_threshold": wish.cutoff or 0.0,
     }  # fmt: skip
 
 
 def _transformers_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
-    """A script, since nothing is served: assisted generation has no server and one prompt at a time."""
+    """A script instead of a server: assisted generation has no server and handles one prompt at a time."""
     model = settings.get("assistant_model")
     assistant = {key: value for key, value in settings.items() if key in ASSISTANT}
     plain = {key: repr(value) for key, value in settings.items() if key not in ASSISTANT}
@@ -213,10 +213,10 @@ SETTINGS: Mapping[str, Callable[[Method, Draft, int, Wish], Settings]] = {
     "vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "llamacpp": _llamacpp, "transformers": _transformers,
     "triton": _vllm,
 }  # fmt: skip
-"""By engine: settings of speculation, as it reads them.  Raises ConfigError where the draft lacks what they need."""
+"""By engine: speculation settings, as it reads them.  Raises ConfigError if the draft lacks something they need."""
 WORDS: Mapping[str, Callable[[Draft, Wish, Settings], Words]] = {
     "vllm": _vllm_words, "sglang": _sglang_words, "trtllm": _trtllm_words, "llamacpp": _llamacpp_words,
     "transformers": _transformers_words, "triton": _triton_words,
 }  # fmt: skip
-"""By engine: the command for these settings; none is no speculation.  Raises ConfigError for a target that it can't
-read."""
+"""By engine: the command for these settings; empty settings mean no speculation.  Raises ConfigError for a target it
+can't read."""

@@ -1,1 +1,1 @@
-"""How much to speculate at which load, measured on servers that are started for it."""
+"""How much to speculate at each load, measured on servers that are started for it."""

@@ -1,7 +1,7 @@
-"""Tokens per second of servers, measured by draft length and load: servers started one after the other, a replay at
-each load.
+"""Tokens per second by draft length and load: servers are started one after the other, with a replay at each load.
 
-No torch.  Rounds go through the lengths there and back, so that a machine that grows warm does not favour one.
+No torch.  Rounds alternate between ascending and descending lengths, so that a machine that warms up does not favour
+one.
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ POINTS = "points.jsonl"
 READY_S, STOP_S, POLL_S = 900.0, 30.0, 0.2
 PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 PR_SET_PDEATHSIG = 1
-"""A number of Linux: the signal that a process gets when its parent ends."""
+"""Linux's prctl option for the signal a process gets when its parent exits."""
 Starts = Callable[[Arm], AbstractContextManager[str]]
-"""A way to draft to a server that drafts so, at an address."""
+"""One way to draft → the address of a server that drafts that way."""
 Measure = Callable[[str, int], float]
 """(address, load) to tokens per second."""
 
 
 def arms(tokens: Iterable[int], widths: Iterable[int] = (1,), cutoffs: Iterable[float | None] = (None,)) -> list[Arm]:
-    """Every combination; without tokens there is neither width nor cut-off.  Raises ConfigError for what can't be
-    drafted."""
+    """Every combination; without tokens there is neither width nor cut-off.  Raises ConfigError for invalid ones."""
     combinations = dict.fromkeys(
         Arm(count, width, cutoff) if count else Arm(0) for count in tokens for width in widths for cutoff in cutoffs
     )
@@ -63,10 +62,10 @@ def sweep(
     measure: Measure, folder: Path, about: Mapping[str, Any] | None = None,
     progress: Callable[[int, str], None] | None = None,
 ) -> list[Point]:  # fmt: skip
-    """Measure every arm at every load, `rounds` times, each as soon as its server runs.  What is in `folder` is not
-    done again.
+    """Measure every arm at every load, `rounds` times, as soon as its server is up.  Points already in `folder` are not
+    measured again.
 
-    start: runs a server that drafts so, and gives its address.  measure: (address, load) to tokens per second.
+    start: runs a server that drafts this way, and yields its address. measure: (address, load) to tokens per second.
     about: what was measured; a folder with points of something else is refused (DataError).
     """
     if rounds < 1 or not loads or min(loads) < 1:
@@ -105,7 +104,7 @@ def _keep(file: Any, point: Point) -> None:
 
 
 def _begun(folder: Path, about: dict[str, Any]) -> list[Point]:
-    """Points that are there already.  A line that was cut off by a crash is dropped."""
+    """Points that were already measured.  A line cut off by a crash is dropped."""
     path = folder / POINTS
     about = json.loads(json.dumps(about))
     if not path.exists():
@@ -137,10 +136,10 @@ def served(
     words: Sequence[str], url: str, health: str, log: Path, ready_s: float = READY_S,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[str]:  # fmt: skip
-    """Run a server while the block runs, with its output in `log`.  Gives `url`.
+    """Run a server for the duration of the block, with its output in `log`.  Yields `url`.
 
-    env: environment variables besides our own.  The server ends with this process, however that ends (on Linux).
-    Raises DataError where something answers there already, and where the server ends or is silent for `ready_s`.
+    env: extra environment variables.  The server ends with this process, even if that is killed (on Linux).  Raises
+    DataError if the address is already in use, and if the server exits or does not respond within `ready_s`.
     """
     if _answers(url + health):
         raise DataError(f"a server answers at {url} already; stop it, or choose another --port")
@@ -179,7 +178,7 @@ def _answers(place: str) -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """It and what it started, which is a group of its own."""
+    """Stop the process and its children, which form a process group."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, how)
@@ -193,18 +192,18 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def last_lines(log: Path, count: int = 3) -> str:
-    """The last lines of a log, in one."""
+    """The last lines of a log, joined into one."""
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return " | ".join(line.strip()[:300] for line in lines[-count:]) or "none"
 
 
 def _ends_with_parent() -> None:
-    """Runs in the child: Linux kills it once its parent has ended."""
+    """Runs in the child: Linux kills it when its parent exits."""
     if PRCTL is not None:
         PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-# ── servers and what is sent to them ──────────────────────────────────────────────────────────────────────────────────
+# ── servers and their load ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def free_port() -> int:
@@ -214,7 +213,7 @@ def free_port() -> int:
 
 
 def of_template(start: str, port: int, health: str, out: Path, ready_s: float = READY_S) -> Starts:
-    """Servers of a command with places to fill in."""
+    """Servers of a command template."""
     if "{tokens}" not in start or "{port}" not in start:
         raise ConfigError(
             "--start must contain {tokens} and {port}, where the draft length and the port are filled in; add them"
@@ -233,10 +232,10 @@ def of_engine(
     engine: str, draft: Draft, wish: Wish, arms: Sequence[Arm], out: Path, ready_s: float = READY_S,
     python: str | None = None, version: str | None = None,
 ) -> Starts:  # fmt: skip
-    """Servers of an engine; every arm's command is made once before the first runs, so that none is refused in the
-    middle.
+    """Servers of an engine.  Every arm's command is built once before the first one starts, so that none is refused
+    halfway.
 
-    wish: what does not vary.  python, version: of the engine, as in `commands.installed`.
+    wish: what stays the same. python, version: of the engine, as in `commands.installed`.
     """
     described = engine_of(engine)
     if described.metrics is None:
@@ -260,7 +259,7 @@ def of_engine(
 
 
 def _in_environment(words: tuple[str, ...], python: str | None) -> list[str]:
-    """The same words with programs of that Python's environment."""
+    """The same words, with programs taken from that Python's environment."""
     if python is None:
         return list(words)
     program = Path(python).parent / words[0]
@@ -271,7 +270,7 @@ def _in_environment(words: tuple[str, ...], python: str | None) -> list[str]:
 def by_replay(
     trace: Trace, calls: int, max_tokens: int, completions: bool, key: str | None
 ) -> Measure:  # fmt: skip
-    """(address, load) to tokens per second, by a replay in a closed loop."""
+    """(address, load) to tokens per second, by a closed-loop replay."""
 
     def measure(url: str, load: int) -> float:
         count = max(calls, 8 * load)
@@ -292,7 +291,7 @@ def by_replay(
 
 
 def _repeated(trace: Trace, count: int) -> Trace:
-    """The log as often as it takes to have `count` calls."""
+    """The log, repeated until it has `count` calls."""
     times = -(-count // trace.size)
     offsets, lines = [*trace.offsets] * times, [*trace.lines] * times
     return replace(trace, size=trace.size * times, offsets=offsets, lines=lines, has_times=False)

@@ -1,13 +1,13 @@
-"""How much to speculate at which load: tokens per second, measured by draft length and load, and the table.  No torch.
+"""How much to speculate at each load: tokens per second by draft length and load, and the resulting table.  No torch.
 
-Drafting more pays while the target waits for memory, and costs when it computes; so the best length falls with the
-load. What is chosen is the sequence of lengths, none longer at a higher load, that wins most over all loads together,
-where each change of length must win more than a margin and more than noise: from the highest load down, the shorter
-draft stays until a longer one is better.  Without a difference the table has 0.
+Longer drafts pay while the target is limited by memory, and cost when it is limited by compute; so the best length
+falls with the load.  The choice is the sequence of lengths, none longer at a higher load, with the largest total gain
+over all loads, where each change of length must win more than a margin and more than noise: from the highest load down,
+the shorter draft stays until a longer one is better.  If there is no difference, the table has 0.
 
-Noise: repeats of a measurement differ by a share that is taken to be the same everywhere, and those of one server
-deviate together.  Drafting at all is tested at Student's t of all repeats, shared among all lengths and loads
-(Bonferroni).
+Noise: the relative deviation of repeats is assumed to be the same everywhere, and measurements on one server deviate
+together.  Whether to draft at all is a Student's t-test over all repeats, with a Bonferroni correction over all lengths
+and loads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MARGIN = 0.02
 
 
 class Range(NamedTuple):
-    """The number of tokens per step while first to last requests run."""
+    """The number of tokens per step while `first` to `last` requests are running."""
 
     first: int
     last: int
@@ -44,7 +44,7 @@ class Arm(NamedTuple):
     cutoff: float | None = None
 
     def order(self) -> tuple[int, int, float]:
-        """The key by which arms are sorted."""
+        """The sort key of arms."""
         return self.tokens, self.width, self.cutoff or 0.0
 
 
@@ -53,53 +53,54 @@ class Point(NamedTuple):
 
     arm: Arm
     load: int
-    """Requests at once."""
+    """Concurrent requests."""
     round: int
     tokens_per_s: float
 
 
 class Gain(NamedTuple):
-    """The gain of the choice at one load."""
+    """The gain of the chosen setting at one load."""
 
     load: int
     tokens: int
     tokens_per_s: float
     ratio: float
-    """Over the shortest draft that was measured, which is no speculation where that was measured."""
+    """Ratio to the shortest draft measured, which is no speculation if that was measured."""
     low: float | None
-    """95 % interval of the ratio; None where nothing was measured twice."""
+    """95 % interval of the ratio; None if nothing was measured twice."""
     high: float | None
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How much to speculate at which load."""
+    """How much to speculate at each load."""
 
     ranges: tuple[Range, ...]
     width: int
     cutoff: float | None
     gains: tuple[Gain, ...]
     pays_to: int | None
-    """The highest load at which it speculates; 0 where none; None where it does at all that were measured."""
+    """The highest load at which it speculates; 0 if none; None if it speculates at every measured load."""
     noise: float | None
-    """Share by which repeats differ (standard deviation)."""
+    """Relative standard deviation of repeats."""
     notes: tuple[str, ...]
     fixed: Arm
-    """The one way that wins most over all loads, for engines without a table by load."""
+    """The one setting with the largest gain over all loads, for engines without a table by load."""
     best_ratio: float | None
-    """Speed of the best draft at all loads over no speculation; None where that or a draft was not measured."""
+    """Speed of the best draft over all loads relative to no speculation; None if either was not measured."""
 
     def plain(self, weights: str | None = None) -> dict[str, Any]:
-        """The choice as values for JSON, with the tables of engines.  weights: checksum of the draft's, where known."""
+        """The choice as values for JSON, with the engines' tables. weights: checksum of the draft's weights, if
+        known."""
         choice = asdict(self) | {"gains": [one._asdict() for one in self.gains], "fixed": self.fixed._asdict()}
         tables: dict[str, Any] = {"llamacpp": for_llamacpp(self.fixed)}
-        if self.width == 1 and self.cutoff is None:  # tables by load hold neither trees nor cut-offs
+        if self.width == 1 and self.cutoff is None:  # tables by load support neither trees nor cut-offs
             ranges = self.ranges
             tables |= {"vllm": for_vllm(ranges), "sglang": for_sglang(ranges), "trtllm": for_trtllm(ranges)}
         return {"outrider_tune": 1, "weights": weights, **choice, "tables": tables}
 
     def write(self, path: Path, weights: str | None = None) -> None:
-        """tune.json, whole or not at all."""
+        """Write tune.json atomically."""
         with replacing(path) as part:
             part.write_text(json.dumps(self.plain(weights), indent=2) + "\n", encoding="utf-8")
 
@@ -108,9 +109,9 @@ class Choice:
 
 
 def choose(points: Sequence[Point], margin: float = MARGIN, largest: int = LARGEST) -> Choice:
-    """The lengths that win most, by load.
+    """The lengths with the largest gain, by load.
 
-    margin: share of speed that a change of length must win.  DataError where points are missing.
+    margin: relative speed-up that a change of length must reach.  Raises DataError if points are missing.
     """
     table = _Table(points, margin)
     ways = sorted(
@@ -119,7 +120,7 @@ def choose(points: Sequence[Point], margin: float = MARGIN, largest: int = LARGE
     best: tuple[float, list[Arm]] | None = None
     for way in ways or [(1, None)]:
         value, chosen = table.best([arm for arm in table.arms if arm.tokens == 0 or arm[1:] == way])
-        # a tree or a cut-off must win as a change of length must
+        # a tree or a cut-off must pass the same test as a change of length
         if best is None or value > best[0] + table.price(len(table.loads)):
             best = (value, chosen)
     assert best is not None
@@ -154,7 +155,7 @@ def _notes(table: _Table, ranges: Sequence[Range]) -> tuple[str, ...]:
 
 
 class _Table:
-    """Mean logarithms of the speeds, and how far they are to be trusted."""
+    """Mean logarithms of the speeds, and their uncertainty."""
 
     def __init__(self, points: Sequence[Point], margin: float) -> None:
         self.arms, self.loads = sorted({p.arm for p in points}, key=Arm.order), sorted({p.load for p in points})
@@ -187,12 +188,13 @@ class _Table:
         return self.arms[0]
 
     def price(self, loads: int, from_none: bool = True) -> float:
-        """What a change at the lowest `loads` loads must win together.
+        """What a change at the lowest `loads` loads must win in total.
 
-        from_least: it is the change to drafting at all, which is tested as one of all that could have been; another is
-        tested alone, since between lengths that all pay little is lost by the wrong one.
+        from_least: the change is from no drafting to drafting, which is tested as one of all possible changes; any
+        other is tested alone, since choosing the wrong one of two lengths that both pay costs little.
 
-        Loads that one server answered deviate together, so sums are taken first and their noise then.
+        Measurements of one server deviate together across loads, so they are summed first and the noise is that of the
+        sums.
         """
         if not self.freedom:
             return math.log1p(self.margin)
@@ -202,9 +204,9 @@ class _Table:
         return max(math.log1p(self.margin), -student(tail, self.freedom) * error)
 
     def best(self, arms: Sequence[Arm]) -> tuple[float, list[Arm]]:
-        """(What it wins, an arm a load) of the best sequence, in which no load drafts more than a lower one."""
+        """(total gain, one arm per load) of the best sequence in which no load drafts more than a lower one."""
         count = len(self.loads)
-        # value[k], path[k]: of the loads from here to the highest, with arm k here
+        # value[k], path[k]: for the loads from here to the highest, with arm k here
         value = [self.mean[arm, self.loads[-1]] - (k > 0) * self.price(count) for k, arm in enumerate(arms)]
         path: list[list[Arm]] = [[arm] for arm in arms]
         for place in range(count - 2, -1, -1):
@@ -218,7 +220,8 @@ class _Table:
         return value[top], path[top]
 
     def constant(self) -> tuple[Arm, float | None]:
-        """The way that wins most at all loads together, and the speed of the best draft over no speculation."""
+        """The setting with the largest gain over all loads, and the speed of the best draft relative to no
+        speculation."""
         mean = {arm: sum(self.mean[arm, load] for load in self.loads) / len(self.loads) for arm in self.arms}
         price = self.price(len(self.loads)) / len(self.loads)
         best = max(self.arms, key=lambda arm: mean[arm] - (arm != self.shortest) * price)
@@ -236,7 +239,7 @@ class _Table:
 
 
 def _ranges(table: _Table, chosen: Sequence[Arm], largest: int) -> tuple[Range, ...]:
-    """Between two measured loads the length changes where their lines cross, over the logarithm of the load."""
+    """Between two measured loads, the length changes where their lines cross on a log-load axis."""
     ranges, first = [], 1
     for place, arm in enumerate(chosen[:-1]):
         after = chosen[place + 1]
@@ -255,8 +258,7 @@ def _ranges(table: _Table, chosen: Sequence[Arm], largest: int) -> tuple[Range, 
 
 
 def check(ranges: Sequence[Range]) -> None:
-    """Raises ConfigError unless the ranges begin at 1, follow each other without a gap and draft no more at a higher
-    load."""
+    """Raises ConfigError unless the ranges start at 1, have no gaps, and draft no more at a higher load."""
     expected, tokens = 1, math.inf
     for one in ranges:
         if one.first != expected or one.last < one.first or not 0 <= one.tokens <= tokens:
@@ -268,37 +270,40 @@ def check(ranges: Sequence[Range]) -> None:
 
 
 def for_vllm(ranges: Sequence[Range]) -> list[list[int]]:
-    """`num_speculative_tokens_per_batch_size`: inclusive ranges from 1; beyond the last one vLLM uses its length."""
+    """`num_speculative_tokens_per_batch_size`: inclusive ranges from 1; beyond the last one vLLM uses its configured
+    length."""
     return [list(one) for one in ranges]
 
 
 def for_sglang(ranges: Sequence[Range]) -> dict[str, dict[str, list[int]]]:
-    """`--speculative-adaptive-config`: by the lowest batch of each range, the one length that may be used there."""
+    """`--speculative-adaptive-config`: the lowest batch of each range → the one length allowed there."""
     return {str(one.first): {"candidate_steps": [one.tokens]} for one in ranges}
 
 
 def for_trtllm(ranges: Sequence[Range]) -> dict[int, int]:
-    """`draft_len_schedule`: by the highest batch of each range; beyond the last one nothing is drafted.  0 is left
-    out."""
+    """`draft_len_schedule`: the highest batch of each range → its length; nothing is drafted beyond the last one. 0 is
+    left out."""
     return {one.last: one.tokens for one in ranges if one.tokens}
 
 
 def for_llamacpp(arm: Arm) -> dict[str, float]:
-    """llama-server's flags, which hold for every load; {} is no speculation, and so is a tree, which it has not."""
+    """llama-server's flags, which apply at every load; {} is no speculation, also for a tree, which it does not
+    support."""
     if not arm.tokens or arm.width > 1:
         return {}
     return {"spec-draft-n-max": arm.tokens, "spec-draft-p-min": arm.cutoff or 0.0}
 
 
 def not_paying(ratio: float | None) -> str:
-    """How far the best draft is from paying, as the end of a sentence.  ratio: its speed over no speculation."""
+    """How far the best draft is from paying off, as the end of a sentence. ratio: its speed relative to no
+    speculation."""
     if ratio is None:
         return ""
     return f": the best draft reaches {ratio:.2f} of the speed without" + (", within the noise" if ratio > 1 else "")
 
 
 def read_fixed(path: Path) -> tuple[Arm, float | None]:
-    """The one way to draft at every load, and the best draft's speed over none, in a file of `outrider tune`."""
+    """The one setting for every load, and the best draft's relative speed, from a file of `outrider tune`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         fixed, ratio = content["fixed"], content["best_ratio"]
@@ -312,9 +317,9 @@ def read_fixed(path: Path) -> tuple[Arm, float | None]:
 
 
 def read(path: Path) -> tuple[Range, ...]:
-    """The ranges in a file that `outrider tune` wrote.
+    """The ranges in a file written by `outrider tune`.
 
-    Raises ConfigError where they were measured with a tree or a cut-off: engines' tables by load have neither.
+    Raises ConfigError if they were measured with a tree or a cut-off: engines' tables by load support neither.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

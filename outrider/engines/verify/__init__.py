@@ -1,1 +1,2 @@
-"""Does an engine accept what we accept?  Readers of exported drafts of our own, and the engines themselves."""
+"""Does an engine accept the drafts that Outrider accepts?  Our own readers of exported drafts, and the engines
+themselves."""

@@ -1,8 +1,8 @@
-"""Why an exported folder drafts other tokens than its model: each part of the folder replaces the model's, alone, and
-drafts.
+"""Why an exported folder drafts different tokens than its model: each part of the folder replaces the model's in turn,
+and the result drafts.
 
-A part that changes drafted tokens is a cause, with its name and how much it changes.  A part that differs and changes
-nothing is not a cause.  This needs no engine: `readers` reads the folder and our model in the engine's convention.
+A part that changes drafted tokens is reported as a cause, with its name and how much it changes.  A part that differs
+but changes nothing is not.  No engine is needed: `readers` reads the folder and our model in the engine's convention.
 """
 
 from __future__ import annotations
@@ -22,27 +22,26 @@ from outrider.errors import ExportError
 from outrider.sampling.text import common_prefix
 
 MAX_ANCHORS = 12
-"""Anchors looked at in a text."""
+"""Anchors checked per text."""
 CLOSE = 1e-3
-"""Relative difference between two readings of one stage that rounding explains."""
+"""Relative difference between two readings of one stage that rounding can explain."""
 UNREADABLE = (KeyError, IndexError, RuntimeError)
-"""What a draft whose parts don't fit together raises."""
+"""Raised by a draft whose parts don't fit together."""
 
 
 class Swap(NamedTuple):
-    """One part of a folder that is not as in the model."""
+    """One part of a folder that differs from the model."""
 
     name: str
     what: str
     parts: dict[str, Any]
-    """Fields of a `Draft`, the folder's."""
+    """Fields of a `Draft`, with the folder's values."""
 
 
 def causes(folder: Draft, model: Draft, texts: Sequence[tuple[States, int]], length: int) -> list[Cause]:
-    """What in the folder changes the drafts of these texts, the worst first.  texts: states, and how long each prompt
-    is.
+    """What in the folder changes the drafts of these texts, worst first.  texts: (states, length of the prompt).
 
-    Raises ExportError where the two are not of one kind.
+    Raises ExportError if the two are of different kinds.
     """
     if folder.kind != model.kind:
         raise ExportError(
@@ -80,7 +79,7 @@ def _rotation_text(rotation: readers.Rotation) -> str:
 
 
 Field = tuple[str, str, str, Callable[[Any], Any]]
-"""A field of a `Draft`: its name, the cause, what folder and model say of it, and how each is shown."""
+"""A field of a `Draft`: its name, the cause, the values in folder and model, and how each is shown."""
 LAYERS: tuple[Field, ...] = (
     ("taps", "taps", "target layers {} where the model was trained on {}, outputs counted from 0", list),
     ("rotation", "RoPE", "{} where the model has {}", _rotation_text),
@@ -97,7 +96,7 @@ BLOCKS: tuple[Field, ...] = (
 
 
 def differences(folder: Draft, model: Draft) -> Iterator[Swap]:
-    """Parts of the folder that are not as in the model."""
+    """Parts of the folder that differ from the model."""
     yield from _fields(folder, model, LAYERS)
     if names := _unequal(folder.norms, model.norms):
         yield Swap("norm", f"other weights in {_few(names)}", {"norms": folder.norms})
@@ -143,7 +142,7 @@ def _vocabulary(folder: Draft, model: Draft) -> Iterator[Swap]:
 
 
 def _shifted_heads(folder: Draft, model: Draft) -> int:
-    """The offset of Medusa's heads in the folder; 0 where there is none."""
+    """The offset of Medusa's heads in the folder; 0 if there is none."""
     first = "blocks.{}.layers.0.weight".format
     for shift in (1, -1):
         ours = [k for k in range(len(model.order)) if 0 <= k + shift < len(model.order)]
@@ -158,12 +157,12 @@ def _shifted_heads(folder: Draft, model: Draft) -> int:
 
 
 def first_difference(folder: Draft, model: Draft, text: States, anchor: int, length: int) -> tuple[str, float] | None:
-    """The first stage whose output differs, and its relative difference; None where none does, or nothing can be
+    """The first stage whose output differs, and its relative difference; None if none differs, or nothing can be
     drafted."""
     ours = chains.drafted(model, text, anchor, length).stages
     try:
         theirs = chains.drafted(folder, text, anchor, length).stages
-    except UNREADABLE:  # among the causes already
+    except UNREADABLE:  # already reported as a cause
         return None
     for name, value in ours.items():
         away = _away(value, theirs.get(name))
@@ -176,17 +175,18 @@ class StageComparison(NamedTuple):
     """The engine's own modules compared with our reading of the folder."""
 
     stages: int
-    """How many were compared."""
+    """Number of stages compared."""
     first: tuple[str, float] | None
-    """The first whose output differs, and its relative difference; None where none does."""
+    """The first stage whose output differs, and its relative difference; None if none differs."""
 
 
 def compare_stages(
     folder: Draft, rows: Mapping[str, Sequence[Sequence[float]]], text: States, anchor: int, length: int
 ) -> StageComparison:  # fmt: skip
-    """Compare the outputs of an engine's modules with our reading.  rows: the last of each stage, as in its answer.
+    """Compare the outputs of an engine's modules with our reading.  rows: the last rows of each stage, as in its
+    answer.
 
-    Where the two have different numbers of rows, the last ones are compared.
+    If the two have different numbers of rows, only the last ones are compared.
     """
     both = [
         (name, value.reshape(-1, value.shape[-1]), torch.tensor(rows[name]))
@@ -197,7 +197,7 @@ def compare_stages(
 
 
 def _away(value: Tensor, other: Tensor | None) -> float:
-    """Relative difference of another output of a stage; 1 where its shape differs."""
+    """Relative difference of another output of a stage; 1 if its shape differs."""
     if other is None or other.shape != value.shape:
         return 1.0
     return float((other.to(value) - value).norm() / value.norm().clamp(min=1e-9))
@@ -220,11 +220,11 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-# ── what the engine makes of it ───────────────────────────────────────────────────────────────────────────────────────
+# ── how the engine reads it ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Guess(NamedTuple):
-    """One way in which an engine may read a sound folder wrongly, and how many of its steps that would explain."""
+    """One way in which an engine may misread a sound folder, and the share of its steps that this would explain."""
 
     name: str
     what: str
@@ -232,11 +232,11 @@ class Guess(NamedTuple):
 
 
 def guesses(model: Draft, texts: Sequence[tuple[States, Mapping[int, int]]], length: int) -> list[Guess]:
-    """How the engine may have read the draft, from what it accepted; the best explanation first.
+    """How the engine may have read the draft, judged by what it accepted; the best explanation first.
 
-    texts: states, and for positions of anchors how many drafted tokens the engine accepted there.  A guess explains a
-    step where its draft would have been accepted exactly so far.  Among equal guesses the first is that nothing is
-    wrong.
+    texts: states, and anchor position → number of drafted tokens the engine accepted there.  A guess explains a step if
+    exactly that many tokens of its draft would have been accepted.  Among equal guesses, "nothing is wrong" comes
+    first.
     """
     steps = [(text, at, accepted) for text, accepted_at in texts for at, accepted in accepted_at.items()]
     if not steps:

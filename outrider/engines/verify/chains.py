@@ -1,6 +1,6 @@
 """The chain that a `readers.Draft` drafts after a text, from the target's own states, with the output of every stage.
 
-No cache: the whole text is read for each draft, which is slow and has nothing to go stale.
+No cache: the whole text is read for each draft, which is slow but leaves nothing that could go stale.
 
 n tokens, K drafted, T taps, L target layers, H hidden size, V vocabulary, D draft vocabulary, h heads, d head size.
 """
@@ -49,8 +49,7 @@ def states(target: TransformersTarget, tokens: Sequence[int]) -> States:
 
 @torch.inference_mode()
 def drafted(draft: Draft, text: States, anchor: int, length: int) -> Drafted:
-    """The chain of `length` tokens after the token at position `anchor` of a text, from the states of the tokens before
-    it."""
+    """The chain of `length` tokens after the token at position `anchor`, from the states of the tokens before it."""
     kinds = {"eagle3": _eagle3_chain, "peagle": _peagle_chain, "medusa": _medusa_chain}
     stages: dict[str, Tensor] = {}
     return Drafted(kinds.get(draft.kind, _block_chain)(draft, text, anchor, length, stages), stages)
@@ -101,8 +100,8 @@ def _block_chain(draft: Draft, text: States, anchor: int, length: int, stages: d
 def _through(
     draft: Draft, embedded: Tensor | None, x: Tensor, context: Tensor | None, length: int, stages: dict[str, Tensor]
 ) -> Tensor:  # fmt: skip
-    """Rows x [n, H] through all layers, the last `length` normed.  embedded: tokens that the first layer reads with
-    x."""
+    """Rows x [n, H] through all layers; the last `length` rows are normed.  embedded: tokens that the first layer reads
+    along with x."""
     for layer in range(1 + max(int(name.split(".")[1]) for name in draft.weights if name.startswith("layers."))):
         x = _layer(draft, layer, embedded if layer == 0 else None, x, context, stages)
     x = stages["norm"] = _norm(draft, "norm", x)[-length:]
@@ -110,7 +109,7 @@ def _through(
 
 
 def _markov(draft: Draft, text: States, row: Tensor, token: int, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """DSpark's correction [V] of the slot after a token, and its state along the block."""
+    """DSpark's correction [V] for the slot after a token, and its state along the block."""
     word = draft.weights["markov_head.markov_w1.weight"][token].float()
     if draft.markov == "gated":
         word = _linear(draft, "markov_head.gate_proj", torch.cat([row, word]), has_bias=True).sigmoid() * word
@@ -123,7 +122,7 @@ def _markov(draft: Draft, text: States, row: Tensor, token: int, memory: Tensor)
 
 
 def _domino(draft: Draft, text: States, row: Tensor, token: int, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """Domino's correction [V] of the slot after a token, and the state of its GRU."""
+    """Domino's correction [V] for the slot after a token, and the state of its GRU."""
     w_ih, w_hh = (draft.weights[f"prefix_gru.weight_{part}_l0"].float() for part in ("ih", "hh"))
     word = _embedded(text, [token]).cpu()
     memory = torch.gru_cell(word, memory.expand(1, w_hh.shape[1]), w_ih, w_hh)[0]
@@ -200,13 +199,13 @@ def _layer(
 
 
 def _headed(draft: Draft, norm: str, x: Tensor, heads: int) -> Tensor:
-    """[h, n, d], normed by head where the folder has such a norm."""
+    """[h, n, d], normed per head if the folder has such a norm."""
     x = x.unflatten(-1, (heads, draft.heads[2]))
     return (_norm(draft, norm, x) if norm + ".weight" in draft.norms else x).transpose(0, 1)
 
 
 def _rotate(draft: Draft, x: Tensor, first: int = 0) -> Tensor:
-    """x [h, n, d] rotated by positions from `first` on, in pairs of one number of each half."""
+    """x [h, n, d] rotated by positions from `first` on; pairs take one number from each half."""
     size = int(draft.heads[2] * draft.rotation.share)
     frequencies, scale = _frequencies(draft.rotation, size)
     angle = torch.arange(first, first + x.shape[1]).float()[:, None] * frequencies
@@ -216,7 +215,7 @@ def _rotate(draft: Draft, x: Tensor, first: int = 0) -> Tensor:
 
 
 def _frequencies(rotation: Rotation, size: int) -> tuple[Tensor, float]:
-    """The angle of each pair per position [size / 2], and the factor of cos and sin, as vLLM's layers have them."""
+    """The angle of each pair per position [size / 2], and the factor of cos and sin, as in vLLM's layers."""
     frequencies = rotation.theta ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
     if not rotation.scaling:
         return frequencies, 1.0
@@ -227,11 +226,11 @@ def _frequencies(rotation: Rotation, size: int) -> tuple[Tensor, float]:
     if kind == "linear":
         return frequencies / factor, 1.0
     if kind == "llama3":
-        rotations = settings[TRAINED] * frequencies / (2 * math.pi)  # of each pair over the trained length
+        rotations = settings[TRAINED] * frequencies / (2 * math.pi)  # rotations of each pair over the trained length
         low, high = settings["low_freq_factor"], settings["high_freq_factor"]
         unscaled = ((rotations - low) / (high - low)).clamp(0, 1)
         return frequencies * (unscaled + (1 - unscaled) / factor), 1.0
-    # YaRN: the range of pairs over which the angle goes from unscaled to scaled
+    # YaRN: the range of pairs over which the angle blends from unscaled to scaled
     begin, end = (
         size * math.log(settings[TRAINED] / (rotations * 2 * math.pi)) / (2 * math.log(rotation.theta))
         for rotations in (settings.get("beta_fast") or 32, settings.get("beta_slow") or 1)

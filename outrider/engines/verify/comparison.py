@@ -1,4 +1,4 @@
-"""Does an engine accept as much of an exported drafter as we do, and if not, why?  The whole comparison of
+"""Does an engine accept as much of an exported drafter as Outrider, and if not, why?  The whole comparison of
 `verify-export`."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 
 LOOKED_AT = 3
-"""Texts on which causes are looked for."""
+"""Number of texts searched for causes."""
 Say = Callable[[str], None]
 
 
@@ -55,9 +55,9 @@ def check(
 def sides(
     place: Path, engine: str, checkpoint: Path | None, target: str | None
 ) -> tuple[TransformersTarget, DraftModel]:
-    """The target, and the checkpoint's model or else what is read from the folder.
+    """The target, and the checkpoint's model, or without a checkpoint the model read from the folder.
 
-    Raises ConfigError where the target is not known, and for a kind that this engine is not compared with.
+    Raises ConfigError if the target is unknown, and for a kind that can't be compared in this engine.
     """
     source = describe(checkpoint or place)
     name = target or source.target
@@ -74,11 +74,11 @@ def sides(
 
 
 def _kinds(engine: str) -> tuple[str, ...]:
-    """Kinds of which folders can be compared; () where the engine itself refuses others."""
+    """Kinds whose folders can be compared; () if the engine itself refuses the others."""
     if engine == "vllm":
         return ()
     methods = ENGINES[engine].methods.items()
-    formats = () if engine in parity.RUN else (engine,)  # where it is not run, folders of its own format are read
+    formats = () if engine in parity.RUN else (engine,)  # without runs, only its own format is compared
     return tuple(kind for kind, method in methods if set(formats or method.formats) & set(method.formats))
 
 
@@ -98,16 +98,16 @@ def verified(
     prompts: list[list[int]], max_new_tokens: int, mend: tuple[str, ...] = (), prefix_caching: bool = False,
     say: Say = lambda text: None, server: str | None = None,
 ) -> Parity:  # fmt: skip
-    """The whole comparison.  is_original: `model` is what the folder was made from, not what was read from it.
+    """The whole comparison.  is_original: `model` is what the folder was exported from, not what was read from it.
 
-    server: llama.cpp's program, as `llama_server.program` finds it.
-    say: gets what is about to run.  Raises ConfigError where the engine can't be run.
+    server: llama.cpp's program, as found by `llama_server.program`.  say: called with what is about to run.  Raises
+    ConfigError if the engine can't be run.
     """
     kind, length = model.config.kind, parity.length_of(model)
     made = _Export(place, engine, target, model, prompts, length, server)
     result = Parity(engine, None, kind, read_manifest(place).get("format", "unknown"), length)
     if engine not in parity.RUN:
-        # what the folder's own causes are
+        # causes inside the folder itself
         some = prompts[:LOOKED_AT]
         ours = parity.ours(target, parity.as_engine(model), some, [[]] * len(some), 32, length)
         those, stage = made.causes(ours.tokens)
@@ -160,19 +160,20 @@ class _Export:
             "target": place_of(self.target), "speculative": parity.speculative(self.place, kind, self.length),
             "prompts": self.prompts, "max_new_tokens": max_new_tokens, "slots": 8, "dtype": "float32", "mend": mend,
             "prefix_caching": prefix_caching,
-            # a cached prompt is not read again, and its modules would say nothing
+            # a cached prompt is not read again, so the modules would produce no output
             "stages": kind in readers.KINDS and not prefix_caching,
         }  # fmt: skip
         return parity.asked(str(python), job)
 
     def read(self) -> readers.Draft:
-        """The folder as its engine reads it.  Raises ExportError where it can't be read."""
+        """The folder as its engine reads it.  Raises ExportError if it can't be read."""
         if self.engine == "llamacpp":
             return gguf_reader.of_file(self.place / layouts.FILE)
         return readers.of_folder(self.place, self.engine)
 
     def explained(self, result: Parity, is_original: bool, theirs: Side, answered: Mapping[str, Any]) -> Parity:
-        """What was measured, with causes.  What a reader can't do is a warning: the engine has run for minutes."""
+        """The measurements with their causes.  A failing reader is only a warning: the engine has already run for
+        minutes."""
         try:
             if is_original:
                 those, stage = self.causes(theirs.tokens)
@@ -195,7 +196,7 @@ class _Export:
         return replace(result, stages=stages, engine_stage=first)
 
     def causes(self, texts: Sequence[Sequence[int]]) -> tuple[tuple[parity.Cause, ...], tuple[str, float] | None]:
-        """What in the folder changes drafts after these texts, and the first stage whose output differs."""
+        """What in the folder changes the drafts of these texts, and the first stage whose output differs."""
         continued = list(zip(self.prompts, texts, strict=False))[:LOOKED_AT]
         texts_read = [(chains.states(self.target, [*prompt, *text]), len(prompt)) for prompt, text in continued]
         read, ours = self.read(), readers.of_model(self.model)
@@ -203,7 +204,7 @@ class _Export:
         return differing, causes.first_difference(read, ours, *texts_read[0], self.length) if differing else None
 
     def guesses(self, theirs: Side) -> tuple[tuple[str, str, float], ...]:
-        """How the engine may read a sound folder otherwise."""
+        """How the engine may be misreading a sound folder."""
         steps = parity.engine_steps(self.prompts, theirs, self.length)
         some = list(zip(self.prompts, theirs.tokens, steps, strict=True))[:LOOKED_AT]
         texts = [(chains.states(self.target, [*prompt, *text]), accepted) for prompt, text, accepted in some]

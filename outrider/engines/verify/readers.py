@@ -1,14 +1,14 @@
-"""An exported draft folder as an engine reads it: plain torch, written from the engines' conventions, without our
-exporter.
+"""An exported draft folder as an engine reads it: plain torch, written from the engines' conventions, independently of
+our exporter.
 
-A `Draft` holds a draft model in parts that can be exchanged: taps, rotation, norms, vocabulary, alignment, attention
-mask, weights.  `of_folder` reads them from the files, `of_model` from one of our models.  `chains` computes what either
+A `Draft` holds a draft model in interchangeable parts: taps, rotation, norms, vocabulary, alignment, attention mask,
+weights.  `of_folder` reads them from the files, `of_model` from one of our models.  `chains` computes what either
 drafts.
 
 Conventions, as vLLM 0.32 reads them.  EAGLE-3 and P-EAGLE: layer id k is the state after k layers; state i with token i
 + 1 is rotated by position i.  DFlash: `target_layer_ids` are outputs of layers counted from 0, speculators' ids are one
 more; K drafts take the anchor and K masks; the context enters every layer's keys and values without its input norm.
- Medusa: head k reads the final state of the last token before the anchor.  SGLang's ids for EAGLE-3 are outputs of
+Medusa: head k reads the final state of the last token before the anchor.  SGLang's ids for EAGLE-3 are outputs of
 layers counted from 0.
 
 D draft vocabulary, H hidden size.
@@ -35,7 +35,7 @@ KINDS = ("eagle3", "peagle", "medusa", *BLOCKS)
 SCALINGS = ("linear", "llama3", "yarn")
 TRAINED = "original_max_position_embeddings"
 LONGEST = 32_768
-"""A context that no config names: transformers' for Qwen3, whose layers ours are."""
+"""The context length if no config names one: transformers' default for Qwen3, whose layers ours are."""
 
 
 class Rotation(NamedTuple):
@@ -45,7 +45,7 @@ class Rotation(NamedTuple):
     share: float = 1.0
     """The part of each head that is rotated."""
     scaling: str = ""
-    """The scaling, as `_scaling` writes it; empty for none."""
+    """The scaling, in the form of `_scaling`; empty if there is none."""
 
 
 NO_ROTATION = Rotation(0.0)
@@ -53,7 +53,7 @@ NO_ROTATION = Rotation(0.0)
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft model in parts.  Weights have the engines' names, `layers.0.` where EAGLE-3's may be `midlayer.`."""
+    """A draft model in parts.  Weights have the engines' names, with `layers.0.` for EAGLE-3's `midlayer.`."""
 
     kind: str
     weights: Mapping[str, Tensor]
@@ -67,32 +67,32 @@ class Draft:
     flags: frozenset[str] = frozenset()
     """norm_before_residual, fc_norm, norm_output, bias."""
     ids: Tensor | None = None
-    """[D], the target's ids of what can be drafted; None for all."""
+    """[D], the target's ids of the draft vocabulary; None for all."""
     head: Tensor | None = None
     """[D, H]; None for the target's own."""
     mask: int | None = None
     """Token of masked slots."""
     skip: int = 1
-    """Input slots of a block before the one that drafts first."""
+    """Input slots of a block before the first one that drafts."""
     order: tuple[int, ...] = ()
     """Which head drafts which depth."""
     causal: bool = False
-    """A slot of a block attends only to the slots before it."""
+    """A slot of a block attends only to earlier slots."""
     markov: str = ""
-    """Of a DSpark: vanilla, gated or rnn."""
+    """For a DSpark: vanilla, gated or rnn."""
     prefix: int = 0
     """Slots at the start of a block that Domino's head does not correct."""
     first_norm: bool = False
-    """Every layer norms the keys of a block's context by the first layer's weights."""
+    """Every layer norms the keys of a block's context with the first layer's weights."""
     unread: tuple[str, ...] = ()
-    """Weights of the folder that the engine ignores without a message."""
+    """Weights of the folder that the engine silently ignores."""
 
 
 # ── from a folder ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def of_folder(folder: str | Path, engine: str = "vllm") -> Draft:
-    """A folder as `engine` reads it.  Raises ExportError where it can't be read, or its kind is not known here."""
+    """A folder as `engine` reads it.  Raises ExportError if it can't be read, or its kind is unknown here."""
     folder = Path(folder)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -112,7 +112,7 @@ def of_folder(folder: str | Path, engine: str = "vllm") -> Draft:
 
 
 def kind_of(config: Mapping[str, Any]) -> str | None:
-    """The kind that an engine finds in a config.json; None for an unknown one."""
+    """The kind that an engine infers from a config.json; None if unknown."""
     model_type = config.get("speculators_model_type")
     if model_type is not None:
         return str(model_type)
@@ -127,14 +127,14 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
 
 
 def _medusa(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Draft:
-    # vLLM makes no bias unless it is announced, and ignores weights that it has no parameter for
+    # vLLM creates biases only if the config announces them, and ignores weights it has no parameter for
     flags = frozenset({"bias"} if config.get("medusa_fc_bias") else ())
     unread = () if flags else tuple(sorted(name for name in weights if name.endswith(".bias")))
     return Draft("medusa", weights, flags=flags, order=tuple(range(config["num_heads"])), unread=unread)
 
 
 def _layers(kind: str, layers: Mapping[str, Any], weights: Mapping[str, Tensor], theta: float, **more: Any) -> Draft:
-    """What all but Medusa have.  theta: the rotary base where the config names none."""
+    """The parts common to all kinds but Medusa.  theta: the rotary base if the config names none."""
     heads = layers["num_attention_heads"]
     size = layers.get("head_dim") or layers["hidden_size"] // heads
     return Draft(
@@ -154,7 +154,7 @@ def _eagle3(kind: str, config: Mapping[str, Any], weights: Mapping[str, Tensor],
         )
     shift = 0 if engine == "sglang" and "eagle_config" in config else 1
     weights = {name.replace("midlayer.", "layers.0."): weight for name, weight in weights.items()}
-    # what a config leaves out differs by format: speculators' EAGLE-3 norms the residual
+    # defaults differ by format: speculators' EAGLE-3 norms the residual
     assumed = kind == "eagle3" and "speculators_model_type" in config
     flags = {key for key in ("fc_norm", "norm_output") if config.get(key)}
     flags |= {"norm_before_residual"} if config.get("norm_before_residual", assumed) else set()
@@ -169,17 +169,17 @@ def _block(kind: str, config: Mapping[str, Any], weights: Mapping[str, Tensor], 
     settings = {
         **(config.get("dflash_config") or {}),
         **config,
-    }  # SGLang reads a head's keys at the top, SpecForge below
+    }  # SGLang reads a head's keys at the top level, SpecForge in dflash_config
     if "speculators_model_type" in config:
         taps = [int(k) - 1 for k in config["aux_hidden_state_layer_ids"]]
-        # vLLM's first model runner passes over this key for a DFlash, its second refuses it; without it, it is false
+        # vLLM's first model runner ignores this key for a DFlash, its second refuses it; the default is false
         in_anchor = config.get("sample_from_anchor", False) and (engine != "vllm" or kind == "dspark")
-        # vLLM lets this key speak for all layers, not for those alone that see a window; of a DSpark it doesn't read it
+        # vLLM applies this key to all layers, not only to those with a window; for a DSpark it does not read it
         causal = kind != "dspark" and not config.get("sliding_window_non_causal", True)
     else:
         taps, causal = settings["target_layer_ids"], bool(settings.get("causal", False))
         in_anchor = kind == "dspark" or (kind == "domino" and settings.get("shift_label", False))
-        if kind == "dspark" and engine == "vllm":  # without speculators_model_type and without the key it is true
+        if kind == "dspark" and engine == "vllm":  # the default is true without speculators_model_type
             in_anchor = config.get("sample_from_anchor", True)
     return _layers(
         kind, layers, weights, 1e6, taps=tuple(taps), mask=settings["mask_token_id"], skip=0 if in_anchor else 1,
@@ -190,7 +190,7 @@ def _block(kind: str, config: Mapping[str, Any], weights: Mapping[str, Tensor], 
 
 
 def _rotation(layers: Mapping[str, Any], theta: float) -> Rotation:
-    # transformers lets rope_scaling replace rope_parameters, even where it is empty
+    # transformers lets rope_scaling replace rope_parameters, even if it is empty
     rope = layers.get("rope_scaling" if "rope_scaling" in layers else "rope_parameters") or {}
     base = rope.get("rope_theta", layers.get("rope_theta", theta))
     share = rope.get("partial_rotary_factor", layers.get("partial_rotary_factor", 1.0))
@@ -198,10 +198,9 @@ def _rotation(layers: Mapping[str, Any], theta: float) -> Rotation:
 
 
 def _scaling(rope: Mapping[str, Any], longest: int) -> str:
-    """The scaling of a rotation in one spelling, so that equal ones compare equal.  Raises ExportError for an unknown
-    one.
+    """The scaling of a rotation in a canonical form, so that equal ones compare equal.  Raises ExportError if unknown.
 
-    longest: the trained length where the config does not name it, by the rule of transformers, which vLLM follows.
+    longest: the trained length if the config does not name it, by transformers' rule, which vLLM follows.
     """
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -219,7 +218,7 @@ def _scaling(rope: Mapping[str, Any], longest: int) -> str:
 
 
 def parts_of(weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Fields of a `Draft` from weights by their names; without confidences, which change no token."""
+    """Fields of a `Draft` from named weights; without the confidence head, which changes no token."""
     ignored = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight", "confidence_head.")
     offsets = weights.get("d2t")
     return {
@@ -233,7 +232,7 @@ def parts_of(weights: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def of_model(model: DraftModel) -> Draft:
-    """The same parts of one of our models.  Raises ExportError for a kind that is not known here."""
+    """The same parts from one of our models.  Raises ExportError for a kind that is unknown here."""
     config, kind = model.config, model.config.kind
     weights = {name.removeprefix("backbone."): weight.detach().cpu() for name, weight in model.state_dict().items()}
     if kind == "medusa":

@@ -1,8 +1,8 @@
-"""Continue token ids greedily with transformers' own assisted generation, in this process, and note what became of its
-drafts.
+"""Continue token ids greedily with transformers' own assisted generation, in this process, and record how much of each
+draft was accepted.
 
-transformers counts no drafts, so its candidate generator is recorded.  It drafts after the prompt's last token, so its
-first token comes from a verified step, as ours does.
+transformers does not count drafts, so its candidate generator is recorded.  It drafts after the prompt's last token, so
+its first token comes from a verified step, as ours does.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ class Round(NamedTuple):
 def answer(
     folder: Path, target: TransformersTarget, prompts: Sequence[Sequence[int]], max_new_tokens: int, length: int
 ) -> dict[str, Any]:  # fmt: skip
-    """What `verify.vllm` leaves as its answer: {engine, version, tokens, accepted, drafted}, or with error where it
-    can't load.
+    """The same answer as `verify.vllm`: {engine, version, tokens, accepted, drafted}, or with error if it can't load.
 
     length: tokens drafted per step.
     """
@@ -52,17 +51,17 @@ def answer(
 
 
 def loaded(folder: Path, length: int) -> Any:
-    """A folder as assistant, which drafts `length` tokens a step, however unsure it is."""
+    """A folder as the assistant model, drafting `length` tokens per step at any confidence."""
     assistant = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assistant.generation_config.update(num_assistant_tokens=length, num_assistant_tokens_schedule="constant")
-    assistant.generation_config.assistant_confidence_threshold = 0.0  # its own default is 0.4, which cuts drafts short
+    assistant.generation_config.assistant_confidence_threshold = 0.0  # the default is 0.4, which cuts drafts short
     return assistant
 
 
 @torch.inference_mode()
 def continued(target: TransformersTarget, prompt: Sequence[int], new: int, assistant: Any = None) -> list[int]:
-    """transformers' greedy text after a prompt, at most `new` tokens, whatever sampling the target's folder
-    recommends."""
+    """transformers' greedy continuation of a prompt, at most `new` tokens, ignoring the sampling settings in the
+    target's folder."""
     model: Any = target.model
     inputs = torch.tensor([list(prompt)], device=target.device)
     plain = GenerationConfig(
@@ -78,7 +77,7 @@ def continued(target: TransformersTarget, prompt: Sequence[int], new: int, assis
 
 @contextmanager
 def recorded() -> Iterator[list[Round]]:
-    """What becomes of each draft."""
+    """Record the result of each draft."""
     rounds: list[Round] = []
     draft, update = AssistedCandidateGenerator.get_candidates, AssistedCandidateGenerator.update_candidate_strategy
     last = 0

@@ -1,14 +1,15 @@
-"""Continue token ids greedily with vLLM and write down what became of its drafts; runs inside the engine's own
+"""Continue token ids greedily with vLLM and record how much of each draft was accepted; runs inside the engine's own
 environment.
 
-    VENV/bin/python vllm.py JOB.json ANSWER.json
+VENV/bin/python vllm.py JOB.json ANSWER.json
 
 JOB: {target, speculative (None, or vLLM's speculative config), prompts [[id]], max_new_tokens, slots, prefix_caching,
-dtype, mend, stages}.  mend: names of this engine's own faults to work around, as in `mend_dflash`.  stages: record the
-outputs of the draft model's modules on the first prompt. ANSWER: {engine, version, platform, tokens [[id]], accepted
-[[int]], drafted [[int]], stages}, a list a prompt; or {engine, version, platform, error} where vLLM can't load the
-draft.  platform: cpu, cuda, …: faults differ by it. accepted and drafted: tokens of each verified step.  stages: {text
-[id], rows {stage: [[float]]}}, or {error}.
+dtype, mend, stages}. mend: names of this engine's own faults to work around, as in `mend_dflash`.  stages: record the
+outputs of the draft model's modules on the first prompt.
+
+ANSWER: {engine, version, platform, tokens [[id]], accepted [[int]], drafted [[int]], stages}, one list per prompt; or
+{engine, version, platform, error} if vLLM can't load the draft.  platform: cpu, cuda, …, since faults depend on it.
+accepted and drafted: tokens of each verified step.  stages: {text [id], rows {stage: [[float]]}}, or {error}.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# run by its path: the engine must not import its neighbours
+# this file is run by its path, and the engine must not import its neighbours
 sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != Path(__file__).resolve().parent]
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: half the start, and errors come here
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: halves the start-up, and errors show here
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
@@ -70,13 +71,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 # ── outputs of its modules ────────────────────────────────────────────────────────────────────────────────────────────
 
 ROWS = 8
-"""Last rows of a stage that are written down."""
+"""Number of last rows recorded per stage."""
 
 
 def stages(model: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Outputs of the draft model's own modules, under our reader's names, when it drafts after the first prompt alone.
+    """Outputs of the draft model's own modules, under our reader's names, for its draft after the first prompt alone.
 
-    Any failure becomes the answer's `error`: what was measured before must not be lost.
+    Any failure becomes the answer's `error`, so that earlier measurements are not lost.
     """
     import vllm
 
@@ -96,14 +97,14 @@ def stages(model: Any, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def drafter_of(model: Any) -> Any:
-    """The draft model's module.  Raises AttributeError where this engine has it elsewhere, or in another process."""
+    """The draft model's module.  Raises AttributeError if this engine has it elsewhere, or in another process."""
     return model.llm_engine.model_executor.driver_worker.worker.model_runner.drafter.model
 
 
 def hooked(draft: Any, rows: dict[str, list[list[float]]]) -> list[Any]:
-    """Note each stage's outcome the first time that it comes out.  Returns what takes the hooks away again.
+    """Record each stage's first output.  Returns a function that removes the hooks.
 
-    vLLM adds a layer's residual within the next norm, so a norm's second outcome is the state before it.
+    vLLM adds a layer's residual within the next norm, so a norm's second output is the state before it.
     """
 
     def note(name: str, value: Any) -> None:
@@ -133,9 +134,10 @@ def _first(out: Any) -> Any:
 
 
 def mend_dflash() -> None:
-    """Norm the context's keys of each layer by that layer's weights.
+    """Norm the context's keys of each layer with that layer's weights.
 
-    vLLM's CPU kernel takes the first layer's for all: `rms_norm` there knows one vector of weights, not one a layer.
+    vLLM's CPU kernel uses the first layer's for all: its `rms_norm` takes a single vector of weights, not one per
+    layer.
     """
     import torch
     from vllm import _custom_ops as ops
