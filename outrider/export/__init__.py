@@ -1,4 +1,4 @@
-"""Drafters in the formats of others, both ways; how a method is stored it says itself."""
+"""Export drafters to the formats of other programs and import them; each drafter defines its own layouts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from outrider.errors import ConfigError
 
 
 def kinds() -> dict[str, list[str]]:
-    """Of each format the kinds that can be stored in it.  No drafter is imported."""
+    """The drafter kinds that each format can store, by format.  Imports no drafter."""
     formats_by_kind: dict[str, list[str]] = {}
     for kind in drafters.kinds():
-        with suppress(ConfigError):  # what others' code does wrong stops nobody else
+        with suppress(ConfigError):  # a broken plug-in must not hide the other drafters
             for format in drafters.formats(kind):
                 formats_by_kind.setdefault(format, []).append(kind)
     return dict(sorted(formats_by_kind.items()))

@@ -1,8 +1,8 @@
-"""The formats of others: which there are, and which of them a folder is in.
+"""The formats of other programs: list them, and detect the format of a folder.
 
-What a format has no key for (how many siblings, how it was calibrated, how it was trained) is written next to it into
-`outrider.json`, which engines don't read and imports do: a manifest like a checkpoint's, and small weights that have no
-name elsewhere.
+Anything a format has no key for (number of siblings, calibration, training) is written to `outrider.json` beside it:
+a manifest like a checkpoint's, and small weights that have no name in the format.  Engines ignore this file; imports
+read it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outrider.formats.layout import Config, Layout
 from outrider.targets.hf.transformers import TransformersTarget
 
 BORROWED = {"embed_tokens.weight": "embedding", "lm_head.weight": "head", "lm_heads.*.weight": "head"}
-"""The target's own matrices, as formats call them."""
+"""Names that formats use for the target's own matrices."""
 
 
 def find(format: str) -> dict[str, Layout]:
@@ -43,8 +43,8 @@ def find(format: str) -> dict[str, Layout]:
 
 
 def matrix() -> list[dict[str, Any]]:
-    """Which kinds can be written and read in which format: [{format, kind, export, import, shift}], by format and
-    kind."""
+    """Which kinds can be exported to and imported from each format: [{format, kind, export, import, shift}], sorted by
+    format and kind."""
     return [
         {
             "format": name, "kind": kind, "export": layout.config is not None, "import": layout.settings is not None,
@@ -55,7 +55,7 @@ def matrix() -> list[dict[str, Any]]:
 
 
 def layout_of(format: str, kind: str, writes: bool) -> Layout:
-    """Raises ExportError for a method that this format does not know, or knows the other way only."""
+    """Raises ExportError for a method that this format does not support, or supports in the other direction only."""
     able = {
         name: one for name, one in find(format).items() if (one.config if writes else one.settings) is not None
     }  # fmt: skip
@@ -66,7 +66,7 @@ def layout_of(format: str, kind: str, writes: bool) -> Layout:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint of ours, and not a draft model in a format of others."""
+    """Whether a folder is an Outrider checkpoint rather than a draft model in another format."""
     if not is_there(folder):
         return False
     manifest = read_manifest(folder) if folders.has_config(folder) else manifest_of(folder)
@@ -74,10 +74,10 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def identify(folder: Path, format: str | None = None, kind: str | None = None) -> tuple[str, str]:
-    """(format, kind) of a folder of others, by its config.json and the names of its weights.
+    """(format, kind) of a folder in another program's format, from its config.json and the names of its weights.
 
-    format, kind: what is known of it; an export of ours names both itself.  Raises ExportError for a folder that is
-    none, or could be several.
+    format, kind: set if known; an Outrider export names both itself.  Raises ExportError if no format matches, or
+    several do.
     """
     if is_checkpoint(folder):
         raise ExportError(f"{folder} is a checkpoint already; use it as it is")
@@ -105,7 +105,7 @@ def identify(folder: Path, format: str | None = None, kind: str | None = None) -
 
 
 def _named(config: Config) -> str:
-    """What a folder says that it is, for a message."""
+    """What a folder claims to be, for a message."""
     if "general.architecture" in config:
         return f"is a GGUF file of architecture {config['general.architecture']!r}"
     key = next((key for key in ("speculators_model_type", "architectures") if config.get(key)), None)
@@ -115,20 +115,21 @@ def _named(config: Config) -> str:
 def candidates(
     config: Config, format: str | None, kind: str | None, weights: Collection[str] = ()
 ) -> list[tuple[str, str]]:
-    """Formats and kinds that a config.json may be of, among what was asked for.  weights: names of its weights."""
+    """(format, kind) pairs that match a config.json, restricted to `format` and `kind` if given.  weights: names of its
+    weights."""
     formats = names() if format is None else [format]
     if kind is not None:
         return [(name, kind) for name in formats]
     matches = []
     for name in formats:
         for format_kind, layout in sorted(find(name).items()):
-            with suppress(AttributeError, IndexError, KeyError, TypeError):  # nothing in it is of the right type
+            with suppress(AttributeError, IndexError, KeyError, TypeError):  # values of the wrong type
                 matches += [(name, format_kind)] if layout.is_of(config, weights) else []
     return matches
 
 
 def renamed(names: Iterable[str], rules: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Ours to theirs by the first rule that fits; names that no rule fits are left out."""
+    """Maps our names to theirs by the first matching rule; names that match no rule are omitted."""
     mapping: dict[str, str] = {}
     for name in names:
         for old, new in rules:
@@ -147,5 +148,5 @@ def borrowed(target: TransformersTarget, name: str) -> Tensor:
 
 
 def borrowed_kind(name: str) -> str | None:
-    """embedding or head; None for a name that is neither."""
+    """`embedding` or `head`; None for any other name."""
     return next((kind for pattern, kind in BORROWED.items() if fnmatch(name, pattern)), None)

@@ -1,6 +1,6 @@
-"""A draft's folder describes itself: `outrider.json`, which our export writes there, and config.json.  No torch.
+"""The files that describe a draft's folder: config.json, and `outrider.json` if Outrider exported it.  No torch.
 
-Both are checked here before anything reads them.  Import and deployment follow the same rules for layer numbers and
+Both are validated here before anything uses them.  Import and deployment follow the same rules for layer numbers and
 lengths.
 """
 
@@ -15,7 +15,7 @@ from outrider.errors import ExportError
 from outrider.formats.keys import CONFIG, MANIFEST, at, read_json
 
 VERSION = 1
-"""Of manifests; `checkpoint.VERSION`, which would bring torch along."""
+"""Manifest version; equals `checkpoint.VERSION`, which is not imported because it would load torch."""
 WANTED = {
     dict: "a mapping", str: "a text", int: "a whole number", list[int]: "a list of whole numbers, one per layer",
 }  # fmt: skip
@@ -33,15 +33,15 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
         ),
     },
 }  # fmt: skip
-"""File → key → its type.  null is what others write for nothing, but the manifest's kind and format are texts."""
+"""File → key → its type.  null is allowed, since other programs write it for unset keys, except for the manifest's
+kind and format."""
 Found = dict[str, Any]
 
 
 def read_manifest(folder: Path) -> Found:
-    """The manifest of a folder: of our own export or a checkpoint; empty for a folder of others, with or without a
-    report of ours.
+    """The manifest of an Outrider export or checkpoint; empty for other folders, even if they have a report of ours.
 
-    Raises ExportError for one that can't be read here.
+    Raises ExportError for a manifest that this version can't read.
     """
     path = folder / MANIFEST
     stored = read_json(path) if path.exists() else {}
@@ -56,7 +56,7 @@ def read_manifest(folder: Path) -> Found:
 
 
 def read_config(folder: Path) -> Found:
-    """config.json of a draft; empty where there is none.  Raises ExportError for values of a wrong type."""
+    """config.json of a draft; empty if there is none.  Raises ExportError for values of the wrong type."""
     path = folder / CONFIG
     stored = read_json(path) if path.exists() else {}
     _check_types(path, stored)
@@ -69,7 +69,7 @@ def _check_types(path: Path, stored: Found) -> None:
         if value is None and not (key in ("kind", "format") and key in stored):
             continue
         is_list = type_ == list[int] and type(value) is list
-        if not (all(type(one) is int for one in value) if is_list else type(value) is type_):  # true is not a number
+        if not (all(type(one) is int for one in value) if is_list else type(value) is type_):  # true is not an int
             raise ExportError(
                 f"{path}: {key} must be {WANTED[type_]}, got {_shown(value)}; export or copy the folder again"
             )

@@ -1,4 +1,4 @@
-"""Read a draft model in a format of others: every weight is accounted for, and nothing is executed."""
+"""Import a draft model from another program's format.  Every weight must be accounted for; nothing is executed."""
 
 from __future__ import annotations
 
@@ -25,21 +25,19 @@ from outrider.targets.hf.transformers import TransformersTarget
 from outrider.weights import mistyped, not_finite, stale_map, weights_of
 
 STALE = "*rotary_emb*"
-"""Keys of theirs that were not trained."""
+"""Keys in other formats that hold no trained weights."""
 BEGINNINGS = (
     "accuracies", "confidence_head.temperatures", "confidence_head.shifts", "candidate_selector.share",
 )  # fmt: skip
-"""Weights of ours with a usable initial value: a folder may lack them.  All others are random at first."""
+"""Weights of ours with a usable initial value, so a folder may lack them.  All others start random."""
 
 
 def import_folder(
     folder: str | Path, out: str | Path, target: TransformersTarget, format: str | None = None, kind: str | None = None
 ) -> DraftModel:
-    """Make a checkpoint of a draft model in an outside format; `format` and `kind` are found by its config unless
-    given.
+    """Convert a draft model in another format to a checkpoint; `format` and `kind` are detected unless given.
 
-    Raises ExportError for a folder that is not a draft, is damaged, or was made for another target; nothing is then
-    written.
+    Raises ExportError, and writes nothing, if the folder is not a draft, is damaged, or was made for another target.
     """
     if Path(out).exists():
         raise ExportError(f"{out} exists already; name a new folder, or delete it first")
@@ -50,7 +48,7 @@ def import_folder(
 
 
 def described(folder: Path, format: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a manifest says of a folder of others: its training, and measurements of its weights."""
+    """Facts about the training of an imported folder, and measurements of its weights, from its manifest."""
     manifest = read_manifest(folder)
     facts = {
         "imported_from": str(folder),
@@ -63,7 +61,7 @@ def described(folder: Path, format: str | None = None) -> tuple[dict[str, Any], 
 def imported(
     folder: Path, target: TransformersTarget, format: str | None = None, kind: str | None = None
 ) -> DraftModel:
-    """The draft model of such a folder, frozen."""
+    """The draft model of a folder in another format, frozen."""
     manifest = read_manifest(folder)
     format, kind = identify(folder, format, kind)
     layout, module = layout_of(format, kind, writes=False), find_drafter(kind)
@@ -87,10 +85,10 @@ def imported(
 
 
 def settings_of(folder: Path, target: Any, format: str, kind: str) -> dict[str, Any]:
-    """A folder's drafter in our settings, `kind` among them; its weights are not read.  target: or a sketch of it."""
+    """A folder's drafter settings as ours, including `kind`; reads no weights.  target: may be a sketch."""
     manifest, config, layout = read_manifest(folder), folders.read_config(folder), layout_of(format, kind, writes=False)
     assert layout.settings is not None
-    # settings that the format has no key for are ours; those that it has replace them
+    # our manifest gives the settings that the format has no key for; the format's own keys take precedence
     ours = manifest.get("config", {}) if manifest.get("kind") == kind else {}
     with _readable(folder, format, kind):
         inferred = layout.inferred(config, folders.read_names(folder))
@@ -99,7 +97,7 @@ def settings_of(folder: Path, target: Any, format: str, kind: str) -> dict[str, 
 
 @contextmanager
 def _readable(folder: Path, format: str, kind: str) -> Iterator[None]:
-    """Any error as an ExportError: a config may hold anything, and any reader or constructor may fail on it."""
+    """Turn any error into an ExportError: a config can hold anything, and any reader or constructor may fail on it."""
     try:
         yield
     except ExportError as error:
@@ -112,7 +110,7 @@ def _readable(folder: Path, format: str, kind: str) -> Iterator[None]:
 
 
 def _check_sizes(settings: Any, weights: Mapping[str, Tensor], target: TransformersTarget) -> None:
-    """Refuse a config that claims far more than its files hold, before memory is taken for it."""
+    """Refuse a config that describes a far larger model than its files hold, before allocating memory for it."""
     held = sum(weight.numel() for weight in weights.values())
     settings_read = (settings.model_dump(), getattr(settings, "architecture", None) or {})
     size = {key: value for place in settings_read for key, value in place.items() if type(value) is int}
@@ -149,9 +147,9 @@ def fill(
     model: DraftModel, weights: Mapping[str, Tensor], layout: Layout, folder: Path, target: TransformersTarget,
     unmapped: Collection[str],
 ) -> None:  # fmt: skip
-    """Copy their weights into our model.  Raises ExportError unless every key of both sides has its place.
+    """Copy their weights into our model.  Raises ExportError unless every key on both sides is matched.
 
-    unmapped: names of ours that get their values from elsewhere.
+    unmapped: our names whose values come from elsewhere.
     """
     expected = weights_of(model)
     names = renamed(expected, layout.names)
@@ -180,13 +178,13 @@ def fill(
 
 
 def _account_for(name: str, weight: Tensor, folder: Path, target: TransformersTarget) -> None:
-    """A weight of theirs that is none of ours: a copy of the target's own, or a buffer.  Raises ExportError for any
-    other."""
+    """Check a weight that our model does not have: it must be a copy of the target's own, or a buffer.  Raises
+    ExportError otherwise."""
     if fnmatch(name, STALE):
         return
     kind = borrowed_kind(name)
     if kind is None:
-        shown = ascii(name)[1:-1]  # a name may hold what moves a terminal's cursor
+        shown = ascii(name)[1:-1]  # a name may contain terminal escape sequences
         raise ExportError(
             f"{folder} has {shown} {tuple(weight.shape)}, a weight that this kind of drafter does not have; name the "
             "right kind with --kind"
@@ -206,27 +204,27 @@ def _account_for(name: str, weight: Tensor, folder: Path, target: TransformersTa
 
 
 def _is_within_a_step(weight: Tensor, theirs: Tensor) -> bool:
-    """Whether no number is further off than a step of 8 bits, of which the largest of its row has 127."""
+    """Whether every value differs by at most one 8-bit step, which is 1/127 of the largest value in its row."""
     step = theirs.float().abs().amax(-1, keepdim=True) / 127
     return bool(((weight.float() - theirs.float()).abs() <= step).all())
 
 
 def _is_copy(weight: Tensor, theirs: Tensor, rounded: bool) -> bool:
-    """Whether one is the other up to rounding to the coarser of their types.  rounded: the target's are of 8 bits
-    here."""
+    """Whether the two are equal after rounding to the coarser of their types.  rounded: the loaded target has 8-bit
+    weights."""
     if not weight.is_floating_point():
         return False
-    if rounded:  # an 8-bit matrix is only close to the one that was copied
+    if rounded:  # an 8-bit matrix only approximates the one that was copied
         return torch.allclose(weight.float(), theirs.float(), rtol=1e-2, atol=1e-2)
-    if {weight.dtype, theirs.dtype} == {torch.float16, torch.bfloat16}:  # each rounded from what neither holds
+    if {weight.dtype, theirs.dtype} == {torch.float16, torch.bfloat16}:  # both rounded from a finer original
         return torch.allclose(weight.float(), theirs.float(), rtol=torch.finfo(torch.bfloat16).eps, atol=2**-24)
     coarser = max(weight.dtype, theirs.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     return torch.equal(weight.to(coarser), theirs.to(coarser))
 
 
 def _fill_unmapped(model: DraftModel, manifest: Config, layout: Layout, folder: Path) -> None:
-    """Set small weights that the format has no key for, such as a confidence head's temperatures; others stay as they
-    are."""
+    """Set small weights that the format has no key for, such as a confidence head's temperatures; leave the others
+    unchanged."""
     current, stored = model.state_dict(), manifest.get("unmapped", {})
     try:
         restored = {name: torch.tensor(value, dtype=current[name].dtype) for name, value in stored.items()}

@@ -1,4 +1,4 @@
-"""A target as a GGUF file, for llama.cpp to verify with."""
+"""Export a target as a GGUF file, so that llama.cpp can verify with it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from outrider.weights import weights_of
 
 
 def is_model(files: Sequence[Path]) -> bool:
-    """Whether GGUF files are a language model, and not a draft model.  Raises ExportError for one that is damaged."""
+    """Whether GGUF files hold a language model rather than a draft model.  Raises ExportError for a damaged file."""
     return reading.read_header(files[0]).keys.get("general.architecture") in ARCHITECTURES
 
 
 def pass_on(name: str, files: Sequence[Path], out: str | Path) -> Path:
-    """Copy a target that is in GGUF files already, as they are, into a new folder, which is returned.
+    """Copy a target that is already in GGUF files, unchanged, into a new folder.  Returns the folder.
 
-    Raises ExportError where `out` is there already.
+    Raises ExportError if `out` exists.
     """
     names = [FILE] if len(files) == 1 else [path.name for path in files]
     about = {"format": "gguf", "precision": None, "target": {"name": name}}
@@ -39,10 +39,10 @@ def pass_on(name: str, files: Sequence[Path], out: str | Path) -> Path:
 
 
 def export_target(target: TransformersTarget, out: str | Path, precision: str | None = None) -> Path:
-    """Write a target as GGUF, whole or not at all, read it back and compare every weight.  Returns the new folder.
+    """Write a target as GGUF atomically, read it back and compare every weight.  Returns the new folder.
 
-    precision: type of number to round to; the target's unless given.  Raises ExportError for a target that llama.cpp
-    would compute or tokenise differently, and where `out` is there already; ConfigError for an unknown precision.
+    precision: number type to round to; the target's unless given.  Raises ExportError for a target that llama.cpp would
+    compute or tokenise differently, and if `out` exists; ConfigError for an unknown precision.
     """
     spec, kind = target.spec, precision or DEFAULT.get(target.spec.dtype, "f32")
     if kind not in PRECISIONS:

@@ -1,4 +1,4 @@
-"""Write a drafter in a format of others: rename, account for every weight, write, read back, compare."""
+"""Export a drafter to another program's format: rename, account for every weight, write, read back, compare."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from outrider.weights import weights_of
 def export_folder(
     folder: str | Path, to: str, out: str | Path, target: TransformersTarget, precision: str | None = None
 ) -> Path:  # fmt: skip
-    """Write a drafter in a format, whole or not at all, read it back and compare every weight.  Returns the new folder.
+    """Write a drafter in a format atomically, read it back and compare every weight.  Returns the new folder.
 
-    folder: of a checkpoint, or of a draft model in another format.  precision: type of number to round to, where the
-    format has a choice; the target's unless given. A layout's notes are logged as warnings.  Raises ExportError where
-    the format does not know the method or can't say its settings, or where `out` is there already; ConfigError for a
-    precision that the format has not.
+    folder: a checkpoint, or a draft model in another format.  precision: number type to round to, if the format has a
+    choice; the target's unless given.  A layout's notes are logged as warnings.  Raises ExportError if the format does
+    not support the method or can't express its settings, or if `out` exists; ConfigError for a precision that the
+    format does not have.
     """
     folder = Path(folder)
     kind = manifest_of(folder)["kind"] if is_checkpoint(folder) else identify(folder)[1]
@@ -62,7 +62,7 @@ def export_folder(
 
 
 def _opened(folder: Path, target: TransformersTarget) -> tuple[DraftModel, Mapping[str, Any]]:
-    """The model of a checkpoint or of a folder of others, and its manifest."""
+    """The model of a checkpoint or of a folder in another format, and its manifest."""
     if is_checkpoint(folder):
         checkpoint, manifest = load_model(folder, target), dict(manifest_of(folder))
         model = checkpoint.over_all_tokens()
@@ -78,7 +78,7 @@ def _opened(folder: Path, target: TransformersTarget) -> tuple[DraftModel, Mappi
 
 
 def _compare(weights: Mapping[str, Tensor], written: Path, to: str, layout: Layout, source: Source) -> None:
-    """Read what was written and hold it against what was meant.  Raises ExportError for any difference."""
+    """Read the written folder back and compare it with the intended weights.  Raises ExportError for any difference."""
     names = renamed(weights, layout.names)
     meant = {
         ours: layout.rounded(theirs, weights[ours], source).to(weights[ours].dtype) for ours, theirs in names.items()
