@@ -1,1 +1,1 @@
-"""What formats of other programs have in common, whatever the method: folders, keys, layouts."""
+"""Code that the formats of other programs share, whatever the method: folders, keys, layouts."""

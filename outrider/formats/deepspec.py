@@ -1,8 +1,8 @@
-"""DeepSpec, DeepSeek's published drafts, as `deepseek-ai/{dspark,dflash,eagle3}_*` have them.
+"""DeepSpec, the format of DeepSeek's published drafts `deepseek-ai/{dspark,dflash,eagle3}_*`.
 
-config.json is the target's own with the draft's sizes laid over it.  DFlash is a DSpark without its heads: rank 0 and
-no confidence.  Weights have no prefix; embedding and head are stored although they are frozen copies of the target's.
- Layers are counted from 0, as here.  EAGLE-3 there norms queries and keys and drafts all tokens.
+config.json is the target's own, overridden with the draft's sizes.  DFlash is a DSpark without its heads: rank 0 and no
+confidence.  Weights have no prefix; embedding and head are stored although they are frozen copies of the target's.
+Layers are counted from 0, as in Outrider.  Its EAGLE-3 norms queries and keys and drafts all tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.formats.layout import Config, Source, only
 
 NAME = "deepspec"
 BLOCK = "Qwen3DSparkModel"
-"""The architecture of its drafters of blocks."""
+"""The architecture of its block drafters."""
 REFUSES = (
     only(
         "anchor_predicts",
@@ -25,11 +25,11 @@ REFUSES = (
     ),
     released.learnt_mask,
 )
-"""What its blocks have no keys for."""
+"""Settings that its block drafters can't express."""
 
 
 def is_block(markov: bool) -> Callable[[Config, Collection[str]], bool]:
-    """Whether a config.json is of a drafter of blocks, with a Markov head or without."""
+    """Whether a config.json describes a block drafter with, or without, a Markov head."""
 
     def fits(config: Config, names: Collection[str]) -> bool:
         name = (config.get("architectures") or [""])[0]
@@ -44,13 +44,13 @@ def is_block(markov: bool) -> Callable[[Config, Collection[str]], bool]:
 
 
 def common(source: Source, architecture: str, layers: int) -> dict[str, Any]:
-    """The keys that every config here has."""
+    """The keys that all configs of this format share."""
     facts = {"num_target_layers": source.target.spec.layers, "target_layer_ids": list(source.model.taps)}
     return released.whole(source, architecture, layers, "qwen3") | facts
 
 
 def block(source: Source) -> dict[str, Any]:
-    """A drafter of blocks without heads."""
+    """The config of a block drafter without heads."""
     settings = source.settings
     return common(source, BLOCK, settings.layers) | {
         "block_size": settings.block, "mask_token_id": source.mask_token, "num_anchors": settings.anchors,

@@ -1,7 +1,7 @@
-"""A folder of weights as engines read them: config.json and safetensors, whole or in shards, or one GGUF file.  Nothing
-in it is ever executed.
+"""A folder of weights as engines load it: config.json and safetensors (one file or shards), or one GGUF file.
 
-What is read is checked first: no pickle, no name that leaves the folder, no weight that is not a number.
+Nothing in it is ever executed.  It is checked first: no pickles, no file names outside the folder, no weights that are
+not finite.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def has_config(folder: Path) -> bool:
-    """Whether a folder, or the path of a GGUF file, says what it holds."""
+    """Whether a folder has a config.json or GGUF file, or the path is a GGUF file."""
     return (folder / CONFIG).exists() or reading.find(folder) is not None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json, or the keys of a GGUF file.  Raises ExportError where there is neither, or none that can be read."""
+    """config.json, or the keys of a GGUF file.  Raises ExportError if there is neither, or it can't be read."""
     if (folder / CONFIG).exists() or (path := reading.find(folder)) is None:
         return read_json(folder / CONFIG)
     return reading.read_config(path)
 
 
 def read_names(folder: Path) -> frozenset[str]:
-    """The names of a folder's tensors, from the files' heads alone.  Raises ExportError for pickles and for what is
-    torn."""
+    """Names of a folder's tensors, from the file headers only.  Raises ExportError for pickles and damaged files."""
     if not (folder / CONFIG).exists() and (path := reading.find(folder)) is not None:
         return frozenset(reading.read_header(path).tensors)
     names: set[str] = set()
@@ -53,14 +52,14 @@ def read_names(folder: Path) -> frozenset[str]:
 
 
 def rounded_heads(folder: Path) -> set[str]:
-    """Which of embedding and head a folder has in 8 bits; safetensors have none here."""
+    """Which of embedding and head a folder stores in 8 bits; empty for safetensors."""
     path = None if (folder / CONFIG).exists() else reading.find(folder)
     return set() if path is None else reading.rounded_heads(path)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a folder, on the CPU.  Raises ExportError for pickles and for what is torn, quantised or not
-    finite."""
+    """Every tensor of a folder, on the CPU.  Raises ExportError for pickles, damaged files, and weights that are
+    quantised or not finite."""
     weights: dict[str, Tensor] = {}
     for path in _files(folder):
         try:
@@ -107,7 +106,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """config.json and model.safetensors into a folder."""
+    """Write config.json and model.safetensors to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     # a tensor with two names is written twice: safetensors refuses shared memory

@@ -1,4 +1,4 @@
-"""What the settings of a draft folder say, by their keys: layers of the target, tokens a step.  No torch."""
+"""Read single facts from the config of a draft folder: taps, tokens per step, target.  No torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from outrider.method import Method
 
 MANIFEST, CONFIG = "outrider.json", "config.json"
 OURS = "outrider.kind"
-"""A key of GGUF files that we wrote: the kind of drafter, where the architecture alone does not tell."""
+"""A key in GGUF files that we write: the kind of drafter, which the architecture alone does not determine."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.  Raises ExportError where there is none, or where a key is there twice: readers differ in which
-    counts."""
+    """Read a JSON object.  Raises ExportError if it can't be read or has a duplicate key, since readers differ in which
+    value they use."""
     try:
         return read_object(path)
     except (OSError, ValueError) as error:
@@ -25,7 +25,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def at(config: Mapping[str, Any], key: str) -> Any:
-    """The value under a key such as dflash_config.block, or GGUF's dflash.block_size; None where there is none."""
+    """The value of a key such as dflash_config.block, or GGUF's dflash.block_size; None if missing."""
     if key in config:
         return config[key]
     outer, _, inner = key.rpartition(".")
@@ -33,13 +33,13 @@ def at(config: Mapping[str, Any], key: str) -> Any:
 
 
 def layers(method: Method, format: str, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Layers of the target whose output the draft reads, counted from 0; () where config.json does not name them."""
+    """Layers of the target whose output the draft reads, counted from 0; () if config.json does not name them."""
     key, shift = method.layers.get(format, ("", 0))
     return tuple(layer - shift for layer in at(config, key) or ())
 
 
 def length(method: Method, format: str, settings: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
-    """Tokens that it drafts a step, by our settings or by the folder's own; None where neither has it."""
+    """Tokens drafted per step, from our settings or else the folder's own; None if neither has it."""
     tokens = settings.get(method.length)
     if type(tokens) is int:
         return tokens
@@ -55,16 +55,16 @@ def length(method: Method, format: str, settings: Mapping[str, Any], config: Map
 
 
 def anchor_predicts(method: Method, format: str, config: Mapping[str, Any]) -> bool:
-    """Whether a block drafts in the anchor's slot too: one token more."""
+    """Whether a block drafts in the anchor's slot too, which gives one more token."""
     key, unless_given = method.in_anchor.get(format) or method.in_anchor.get("", ("", False))
-    if format == "gguf" and not unless_given and OURS not in config:  # only our files say so of such a method
+    if format == "gguf" and not unless_given and OURS not in config:  # only our own files set it for such a method
         return False
     value = at(config, key) if key else None
     return unless_given if value is None else bool(value)
 
 
 def target_of(config: Mapping[str, Any]) -> str | None:
-    """The target that the config.json of others names; None where it names none."""
+    """The target named in another program's config.json; None if it names none."""
     verifier = at(config, "speculators_config.verifier") or {}
     name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
     name = name or config.get("target_model_name_or_path") or config.get("base_model_name_or_path")

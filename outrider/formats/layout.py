@@ -1,8 +1,8 @@
-"""A `Layout`: one method in one format of other programs, with names of weights, settings, and what it has no key for.
+"""A `Layout`: how one format of another program stores one method: weight names, settings, and what it can't express.
 
-A drafter offers `FORMATS`, its layouts by the name of the format, in its file or in a file `formats.py` beside it; a
-format is what has a layout.  Layer numbers: ours count decoder layers from 0 and mean what comes out of them; `shift`
-is what is added there.
+A drafter defines `FORMATS`, its layouts by format name, in its own file or in `formats.py` beside it; the set of
+formats is the set of names used there.  Our layer numbers count decoder layers from 0 and mean their outputs; `shift`
+is what a format adds to them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint about to be written elsewhere."""
+    """A checkpoint to be exported."""
 
     model: DraftModel
     target: TransformersTarget
     precision: str | None = None
-    """Type of number that was asked for, in a format that has a choice."""
+    """Requested number type, for formats that have a choice."""
     report: Mapping[str, Any] = field(default_factory=dict)
-    """What was measured with it, as the checkpoint has it; empty where nothing was."""
+    """Measurements stored in the checkpoint; empty if there are none."""
 
     @property
     def settings(self) -> Any:
@@ -40,13 +40,13 @@ class Source:
 
     @property
     def sizes(self) -> LayerSizes:
-        """Of its decoder layers."""
+        """Sizes of its decoder layers."""
         held: Any = getattr(self.model, "backbone", self.model)
         return held.shape
 
     @property
     def mask_token(self) -> int | None:
-        """The mask token of block drafters and P-EAGLE; None where the mask is a learnt vector."""
+        """The mask token of block drafters and P-EAGLE; None if the mask is a learnt vector."""
         held: Any = getattr(self.model, "backbone", self.model)
         return held.mask_token
 
@@ -56,12 +56,12 @@ Answer = Callable[[Source], str | None]
 
 
 def only(setting: str, value: Any, reason: str) -> Answer:
-    """`reason` where a setting has another value; {} in it becomes that value."""
+    """Gives `reason` if a setting has any other value; {} in it is replaced by that value."""
     return lambda source: None if (current := getattr(source.settings, setting)) == value else reason.format(current)
 
 
 def first(answers: Iterable[Answer], source: Source) -> str | None:
-    """The first of these sentences that is not None, else None."""
+    """The first answer that is not None, else None."""
     return next((answered for answer in answers if (answered := answer(source)) is not None), None)
 
 
@@ -70,36 +70,36 @@ class Layout:
     """One method in one format."""
 
     names: Sequence[tuple[str, str]]
-    """Ours and theirs, the first that fits counts; * is anything."""
+    """(our name, their name) pairs; the first match applies, and * matches anything."""
     config: Callable[[Source], dict[str, Any]] | None = None
-    """The content of config.json; None where this method is only read."""
+    """The content of config.json; None if this method can only be imported."""
     settings: Callable[[Config, TransformersTarget], dict[str, Any]] | None = None
-    """Our settings for a config.json; None where this method is only written."""
+    """Our settings for a config.json; None if this method can only be exported."""
     duplicates: Callable[[Source], Sequence[str]] = lambda source: ()
-    """Names, as in `export.formats.BORROWED`, of what the format wants a copy of although it is the target's."""
+    """Names, as in `export.formats.BORROWED`, of the target's matrices that the format stores a copy of."""
     assumed: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of a folder that comes from elsewhere, where config.json does not name them."""
+    """Default settings of an imported folder, used if config.json does not set them."""
     files: Callable[[Source, Path], None] = lambda source, folder: None
-    """Writes what else belongs into the folder, such as a tokenizer."""
+    """Writes additional files, such as a tokenizer, to the folder."""
     translates: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda weights: weights
-    """Makes older names of theirs those of `names`."""
+    """Renames weights with older names to those in `names`."""
     refuses: Sequence[Answer] = ()
     """Why this drafter can't be written in the format."""
     inferred: Callable[[Config, Collection[str]], dict[str, Any]] = lambda config, names: {}
-    """Settings that follow from the names of their weights; ExportError where config.json names a missing weight."""
+    """Settings inferred from the names of the weights; ExportError if config.json requires a weight that is missing."""
     notes: Sequence[Answer] = ()
-    """Notes on a folder that can be written, such as which engine won't load it."""
+    """Notes on an export that succeeds, such as which engine can't load it."""
     shift: int = 0
-    """Their layer number less ours."""
+    """Their layer number minus ours."""
     is_of: Callable[[Config, Collection[str]], bool] = lambda config, names: False
-    """Whether a config.json with weights of these names is of this method in this format."""
+    """Whether a config.json with weights of these names is this method in this format."""
     writes: Callable[[Path, Config, Mapping[str, Tensor], Source], None] = lambda folder, config, weights, source: (
         folders.write(folder, config, weights)
     )
-    """Writes the config and the weights by their names; safetensors unless given."""
+    """Writes the config, and the weights by the format's names; config.json and safetensors by default."""
     reads: Callable[[Path], Mapping[str, Tensor]] = lambda folder: folders.read_weights(folder)
-    """The weights of such a folder under the same names."""
+    """Reads the weights of such a folder, by the same names."""
     precisions: tuple[str, ...] = ()
-    """Types of number to choose from; without any, weights have the target's."""
+    """Number types to choose from; if empty, weights keep the target's type."""
     rounded: Callable[[str, Tensor, Source], Tensor] = lambda name, weight, source: weight
     """A weight, by its name in the layout, as it reads back."""

@@ -1,8 +1,8 @@
-"""What released drafts have in common: names of weights, sizes of layers in transformers' words, and what they have no
-key for.
+"""What the formats of released drafts share: weight names, layer sizes as transformers names them, and what they can't
+express.
 
-Rotation is in `rope_parameters` and, for readers older than transformers 5, in `rope_theta` and `rope_scaling` too.
- transformers lets `rope_scaling`, even null, replace `rope_parameters`: a partial rotation is named at the top too.
+Rotation is written to `rope_parameters` and, for readers older than transformers 5, to `rope_theta` and `rope_scaling`.
+In transformers `rope_scaling`, even null, replaces `rope_parameters`, so a partial rotation is also written at the top.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.protocol import TargetSpec
 
 PLAIN: Mapping[str, Any] = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "sliding_window": None}
-"""Values of our layers; a config must have the same."""
+"""Fixed values of our layers; a config must have the same."""
 FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
-"""Settings of an EAGLE-3 that have their own name in every config."""
+"""Settings of an EAGLE-3 whose config keys have the same name as ours."""
 
 
 def written(shape: LayerConfig, layers: int, spec: TargetSpec, family: str) -> dict[str, Any]:
-    """The config of `layers` draft layers for a target; family: qwen3, whose layers norm queries and keys, or llama."""
+    """The config of `layers` draft layers for a target.  family: qwen3, which norms queries and keys, or llama."""
     scaling = dict(shape.rope_scaling or {"rope_type": "default"})
     partial = {} if shape.partial_rotary_factor == 1 else {"partial_rotary_factor": shape.partial_rotary_factor}
     return {
@@ -42,7 +42,7 @@ def written(shape: LayerConfig, layers: int, spec: TargetSpec, family: str) -> d
 
 
 def whole(source: Source, architecture: str, layers: int, family: str) -> dict[str, Any]:
-    """A config with the draft's layers at its top, as all formats but speculators have it."""
+    """A config with the draft layers at its top level, as in all formats except speculators."""
     spec = source.target.spec
     return {
         **written(source.settings, layers, spec, family), "architectures": [architecture], "dtype": spec.dtype,
@@ -51,8 +51,8 @@ def whole(source: Source, architecture: str, layers: int, family: str) -> dict[s
 
 
 def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
-    """A config's layer settings in our words.  Raises ExportError for what our layers can't be, and for another
-    width."""
+    """A config's layer settings as ours.  Raises ExportError for settings that our layers don't support, and for a
+    different hidden size or vocabulary."""
     spec = target.spec
     for key, expected in (("hidden_size", spec.hidden), ("vocab_size", spec.vocabulary)):
         if config.get(key) not in (None, expected):
@@ -84,10 +84,9 @@ def _number(config: Mapping[str, Any], key: str) -> int:
 
 
 def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Under transformers 5 in rope_parameters, before in rope_theta and rope_scaling; where both are there, they must
-    agree.
+    """The rotation, from rope_parameters (transformers 5) or from rope_theta and rope_scaling (before it).
 
-    Raises ExportError where they differ: some engines read the one and some the other.
+    Raises ExportError if both are present and differ, since some engines read one and some the other.
     """
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if not isinstance(new, Mapping) or any(isinstance(value, Mapping) for value in new.values()):
@@ -107,9 +106,7 @@ def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
             )
     scaling = rope["rope_scaling"] or {}
     kind = scaling.get("rope_type", "default")
-    if kind in ("yarn", "llama3") and config.get(
-        "max_position_embeddings"
-    ):  # what transformers and engines take for it
+    if kind in ("yarn", "llama3") and config.get("max_position_embeddings"):  # the default in transformers and engines
         scaling.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     if kind not in ("default", *STRETCHES):
         raise ExportError(f"rotary scaling {kind!r} is not supported; use a draft with one of {', '.join(STRETCHES)}")
@@ -119,7 +116,7 @@ def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_settings(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotation of one of the two, with the keys at the top where it lacks one."""
+    """The rotation from one of the two, with missing values taken from the top-level keys."""
     rest = dict(rope)
     if "type" in rest:
         rest.setdefault("rope_type", rest.pop("type"))
@@ -134,7 +131,7 @@ def _rope_settings(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[s
 
 
 def taps(config: Config, format: str, method: Method) -> list[int]:
-    """Layer numbers in our count.  Raises ExportError where they are missing: a wrong guess costs nearly all
+    """Layer numbers in our count.  Raises ExportError if they are missing: a wrong guess loses nearly all
     acceptance."""
     key = method.layers[format][0]
     ids = keys.at(config, key)
@@ -146,9 +143,9 @@ def taps(config: Config, format: str, method: Method) -> list[int]:
 
 
 def mask(config: Config, key: str, target: TransformersTarget) -> int:
-    """The token of masked slots, by its key in config.json; the target's own where that names none.
+    """The token of masked slots, from its key in config.json, else the target's own mask token.
 
-    Raises ExportError where there is none either: the token of training can't be guessed.
+    Raises ExportError if there is neither: the token used in training can't be guessed.
     """
     token = keys.at(config, key)
     token = target.mask_token if token is None else token
@@ -167,7 +164,7 @@ def _shape(config: Config) -> Config:
 
 
 def block(config: Config, format: str, method: Method, target: TransformersTarget) -> dict[str, Any]:
-    """What a block drafter's config means in our settings, but for its head."""
+    """A block drafter's config as our settings, except for its head."""
     shape, in_anchor = _shape(config), keys.anchor_predicts(method, format, config)
     within, dot, _ = method.layers[format][0].rpartition(".")
     return {
@@ -178,7 +175,7 @@ def block(config: Config, format: str, method: Method, target: TransformersTarge
 
 
 def head(config: Config, target: TransformersTarget, flags: Sequence[str] = FLAGS) -> dict[str, Any]:
-    """The layers, vocabulary and norms in the config of an EAGLE-3."""
+    """The settings for layers, vocabulary and norms from the config of an EAGLE-3."""
     size = config.get("draft_vocab_size") or target.spec.vocabulary
     return {
         **read(_shape(config), target),
@@ -188,7 +185,7 @@ def head(config: Config, target: TransformersTarget, flags: Sequence[str] = FLAG
 
 
 def learnt_mask(source: Source) -> str | None:
-    """Block drafters and P-EAGLE: the formats want a token where we may have a vector."""
+    """Block drafters and P-EAGLE: the formats require a mask token, but our mask may be a learnt vector."""
     if source.mask_token is None:
         return (
             "its mask is a trained vector and the format wants a token; "
@@ -199,14 +196,14 @@ def learnt_mask(source: Source) -> str | None:
 
 BLOCK_REFUSES = (
     learnt_mask,
-    # speculators has a key for it, but vLLM's second model runner refuses that and its first passes over it in silence
+    # speculators has a key for it, but vLLM's second model runner refuses it and the first one silently ignores it
     only("anchor_predicts", False, "its DFlash drafts nothing in the anchor's slot; train with anchor_predicts: no"),
 )
-"""What engines' DFlash does not do."""
+"""What the DFlash of engines can't do."""
 
 
 def head_copy(source: Source) -> tuple[str, ...]:
-    """EAGLE-3's readers want a head, be it the target's."""
+    """Readers of EAGLE-3 expect a head in the file, even if it is the target's."""
     return ("lm_head.weight",)
 
 
@@ -220,6 +217,6 @@ FUSED = [
     *((f"head.{name}", name) for name in ("d2t", "t2d", "lm_head.weight")),
     *((name, name) for name in ("fc_norm.*", "fc.weight", "norm.weight")),
 ]
-"""EAGLE-3's heads, but for their layers."""
+"""EAGLE-3 weights outside the layers."""
 BLOCK = [(f"backbone.{name}", name) for name in ("layers.*", "fc.weight", "hidden_norm.weight", "norm.weight")]
-"""Drafters of blocks, but for heads of their own."""
+"""Block drafter weights, except for additional heads."""

@@ -1,8 +1,8 @@
-"""SGLang and SpecForge: the folders that `sglang.launch_server` takes as a draft model.
+"""SGLang and SpecForge: the folders that `sglang.launch_server` loads as a draft model.
 
-EAGLE-3's layer is called `midlayer` there and its taps are in `eagle_config`; block drafters have theirs in
-`dflash_config`, where `projector_type` names the method.  Layers are counted from 0, as here: vLLM reads the same key
-one higher. Embedding and head are taken from the target, but for EAGLE-3's head.
+EAGLE-3's layer is called `midlayer` and its taps are in `eagle_config`; block drafters have theirs in `dflash_config`,
+where `projector_type` names the method.  Layers are counted from 0, as in Outrider; vLLM counts the same key from 1.
+Embedding and head are taken from the target, except for EAGLE-3's head.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ WHOLE_HEADS = only("partial_rotary_factor", 1, "it rotates whole heads of a draf
 
 
 def is_eagle3(config: Config, names: Collection[str] = ()) -> bool:
-    """Whether a config.json is of its EAGLE-3."""
+    """Whether a config.json describes an EAGLE-3 of this format."""
     return (config.get("architectures") or [""])[0] == EAGLE3 and isinstance(config.get("eagle_config"), dict)
 
 
 def is_of(projector: str) -> Callable[[Config, Collection[str]], bool]:
-    """Whether a config.json is of the drafter of blocks with this `projector_type`."""
+    """A check whether a config.json describes the block drafter with this `projector_type`."""
 
     def fits(config: Config, names: Collection[str]) -> bool:
         block = config.get("dflash_config")
-        if not isinstance(block, dict) or is_eagle3(config) or "selector_rank" in block:  # of a DFlash 2
+        if not isinstance(block, dict) or is_eagle3(config) or "selector_rank" in block:  # a DFlash 2
             return False
         return bool(block.get("projector_type", "dflash") == projector)
 
@@ -50,7 +50,7 @@ def eagle3(source: Source) -> dict[str, Any]:
 
 
 def block(source: Source, architecture: str = "DFlashDraftModel") -> dict[str, Any]:
-    """The config that every block drafter has."""
+    """The config that all block drafters share."""
     backbone: Any = source.model.backbone
     return released.whole(source, architecture, source.settings.layers, "qwen3") | {
         "block_size": backbone.width,
@@ -60,7 +60,7 @@ def block(source: Source, architecture: str = "DFlashDraftModel") -> dict[str, A
 
 
 def read_block(config: Config, target: TransformersTarget, method: Method) -> dict[str, Any]:
-    """The settings of a drafter of blocks, but for its head."""
+    """The settings of a block drafter, except for its head."""
     block = config["dflash_config"]
     if block.get("causal") or config.get("is_causal"):
         raise ExportError(

@@ -1,12 +1,12 @@
-"""speculators, what vLLM loads.
+"""speculators, the format that vLLM loads.
 
-config.json is flat but for `transformer_layer_config`, the draft layers, and `speculators_config`, how many tokens to
-draft and for which target.  EAGLE-3 and P-EAGLE have a head in the file, be it the target's, and no embedding.  Layer k
-there is the state after k layers, one more than ours.  No `model_type`: vLLM then takes the folder for another kind of
-model.
+config.json is flat except for `transformer_layer_config` (the draft layers) and `speculators_config` (how many tokens
+to draft, and for which target).  EAGLE-3 and P-EAGLE have a head in the file, even if it is the target's, and no
+embedding.  Layer k is the state after k layers, one more than ours.  There is no `model_type`: with one, vLLM would
+take the folder for another kind of model.
 
-Missing keys have speculators 0.7.0's defaults, even where vLLM's reader differs: it takes a DSpark's
-`sample_from_anchor` for false and an EAGLE-3's `norm_before_residual` for true, which are the other way round here.
+Missing keys have the defaults of speculators 0.7.0, even where vLLM's reader differs: it defaults a DSpark's
+`sample_from_anchor` to false and an EAGLE-3's `norm_before_residual` to true, the opposite of speculators.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from outrider.targets.hf.transformers import TransformersTarget
 
 NAME = "speculators"
 VERSION = "0.7.0"
-"""Of the layout written here."""
+"""Version of the layout that is written."""
 SHIFT = 1
 
 
 def is_of(name: str) -> Callable[[Config, Collection[str]], bool]:
-    """Whether a config.json names this method of the library."""
+    """A check whether a config.json names this method of speculators."""
     return lambda config, names: config.get("speculators_model_type") == name
 
 
@@ -35,7 +35,7 @@ def is_of(name: str) -> Callable[[Config, Collection[str]], bool]:
 
 
 def common(source: Source, name: str, architecture: str, family: str, layers: int, tokens: int) -> dict[str, Any]:
-    """The keys that every config here has.  name: of the method there.  tokens: drafted per step."""
+    """The keys that all configs share.  name: the method's name in speculators.  tokens: drafted per step."""
     spec = source.target.spec
     return {
         "architectures": [architecture],
@@ -64,7 +64,7 @@ def common(source: Source, name: str, architecture: str, family: str, layers: in
 
 
 def fused(source: Source, name: str, architecture: str, family: str, layers: int) -> dict[str, Any]:
-    """What EAGLE-3's heads have in common."""
+    """The keys that EAGLE-3 and P-EAGLE share."""
     settings, spec = source.settings, source.target.spec
     return common(source, name, architecture, family, layers, settings.length) | {
         "draft_vocab_size": settings.vocabulary or spec.vocabulary,
@@ -75,7 +75,7 @@ def fused(source: Source, name: str, architecture: str, family: str, layers: int
 
 
 def block(source: Source, name: str, architecture: str) -> dict[str, Any]:
-    """A drafter of blocks."""
+    """The config of a block drafter."""
     settings, spec = source.settings, source.target.spec
     backbone: Any = source.model.backbone
     return common(source, name, architecture, "qwen3", settings.layers, settings.block) | {
@@ -85,7 +85,7 @@ def block(source: Source, name: str, architecture: str) -> dict[str, Any]:
         "target_hidden_size": spec.hidden,
         "aux_hidden_state_layer_ids": [tap + SHIFT for tap in source.model.taps],
         "mask_token_id": source.mask_token,
-        # of sliding-window layers, which there are none of; but vLLM masks the block of every layer unless it is true
+        # there are no sliding-window layers, but vLLM masks the block of every layer unless this is true
         "sliding_window_non_causal": True,
     }
 
@@ -99,7 +99,7 @@ def drafted(config: Config) -> int:
 
 
 def read_fused(config: Config, target: TransformersTarget, method: Method, flags: Sequence[str]) -> dict[str, Any]:
-    """The settings that EAGLE-3's heads have in common.  flags: those that have their own name in every config."""
+    """The settings that EAGLE-3 and P-EAGLE share.  flags: settings whose config keys have the same name."""
     if config.get("norm_before_fc"):
         raise ExportError(
             "norm_before_fc is true: one norm over all taps, which Outrider can't run; use a draft with "
@@ -110,7 +110,7 @@ def read_fused(config: Config, target: TransformersTarget, method: Method, flags
 
 
 def read_block(config: Config, target: TransformersTarget, method: Method) -> dict[str, Any]:
-    """The settings of a drafter of blocks."""
+    """The settings of a block drafter."""
     if config.get("draft_vocab_size", target.spec.vocabulary) != target.spec.vocabulary:
         raise ExportError(
             f"draft_vocab_size is {config['draft_vocab_size']}, but Outrider drafts blocks from the whole vocabulary; "
@@ -120,8 +120,8 @@ def read_block(config: Config, target: TransformersTarget, method: Method) -> di
 
 
 def embedding(trained: bool) -> Callable[[Config, Collection[str]], dict[str, Any]]:
-    """An embedding that was trained too must be in the file, where it is compared with the target's.  trained: whether
-    it was where config.json has no `embed_requires_grad`."""
+    """A check that a trained embedding is in the file; it is later compared with the target's.  trained: the default if
+    config.json has no `embed_requires_grad`."""
 
     def check(config: Config, names: Collection[str]) -> dict[str, Any]:
         if config.get("embed_requires_grad", trained) and "embed_tokens.weight" not in names:

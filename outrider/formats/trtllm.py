@@ -1,8 +1,8 @@
-"""TensorRT-LLM's PyTorch backend: the folders it takes as a draft model, which are only written.
+"""TensorRT-LLM's PyTorch backend: the folders it loads as a draft model.  Export only.
 
-EAGLE-3's layer is called `midlayer` and the layers it reads are in `llm_api.yaml`, counted from 0, as here; DFlash's
-are in `dflash_config`.  Embedding and head are taken from the target, but for EAGLE-3's head.  `llm_api.yaml` is what
-`trtllm-serve TARGET --config` reads.
+EAGLE-3's layer is called `midlayer` and its taps are in `llm_api.yaml`, counted from 0, as in Outrider; DFlash's are in
+`dflash_config`.  Embedding and head are taken from the target, except for EAGLE-3's head.  `llm_api.yaml` is the file
+for `trtllm-serve TARGET --config`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SETTINGS = "llm_api.yaml"
 
 
 def files(speculation: Callable[[Source], Mapping[str, Any]], **more: Any) -> Callable[[Source, Path], None]:
-    """Writes llm_api.yaml, which names the folder by its final path.  speculation: the settings of a drafter there.
-    more: settings beside them."""
+    """A writer of llm_api.yaml, which names the folder by its final path.  speculation: the drafter's settings in it.
+    more: other settings."""
 
     def write(source: Source, folder: Path) -> None:
         place = folder.with_name(folder.name.removesuffix(".part")).absolute()

@@ -1,1 +1,1 @@
-"""GGUF, llama.cpp's one file of weights, shape and the target's tokenizer."""
+"""GGUF, llama.cpp's single file of weights, shape and the target's tokenizer."""

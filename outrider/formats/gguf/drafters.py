@@ -1,9 +1,9 @@
 """Drafters as GGUF: dflash and dspark in llama.cpp's architecture `dflash`, eagle3 in `eagle3`.
 
-Embedding and head are the target's, which llama.cpp takes from the target's file.  Layers are counted there as what
-goes into them: tap k is `target_layers` k + 1, and what comes out of the last layer of a Qwen3 or Llama is not given
-out.  A dflash that drafts in the anchor's slot is written as a DSpark whose Markov head is zero, since only a DSpark
-reads that slot.  EAGLE-3's queries and keys are interleaved, as a llama's are.
+Embedding and head are the target's, which llama.cpp takes from the target's file.  llama.cpp taps the inputs of
+layers: tap k is `target_layers` k + 1, and the output of the last layer of a Qwen3 or Llama is not available.  A dflash
+that drafts in the anchor's slot is written as a DSpark with a zero Markov head, since only a DSpark reads that slot.
+EAGLE-3's queries and keys are interleaved, like a llama's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PARTS = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
-"""Parts of a decoder layer, ours and llama.cpp's."""
+"""Parts of a decoder layer: our name to llama.cpp's."""
 BLOCK = [
     *((f"backbone.layers.*.{ours}.weight", f"blk.*.{theirs}.weight") for ours, theirs in PARTS.items()),
     ("backbone.fc.weight", "fc.weight"), ("backbone.hidden_norm.weight", "enc.output_norm.weight"),
@@ -41,16 +41,16 @@ MARKOV = ("markov_w1.weight", "markov_w2.weight")
 SELECTOR = "selector_hidden.weight"
 """A tensor that only a DFlash 2 has."""
 BLOCK_SIZE = 16
-"""Slots of a block whose file does not say."""
+"""Slots of a block if the file does not specify it."""
 INTERLEAVED = {"blk.0.attn_q.weight": "head_count", "blk.0.attn_k.weight": "head_count_kv"}
-"""Weights of an EAGLE-3 whose rows are interleaved, and the key of their number of heads."""
+"""Weights of an EAGLE-3 with interleaved rows, and the key of their number of heads."""
 
 
 # ── keys ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def common(source: Source, architecture: str, layers: int) -> dict[str, Any]:
-    """The keys that every drafter's file has."""
+    """The keys that all drafter files share."""
     spec = source.target.spec
     renamed = {
         "block_count": layers, "context_length": spec.context, "embedding_length": spec.hidden,
@@ -65,7 +65,7 @@ def common(source: Source, architecture: str, layers: int) -> dict[str, Any]:
 
 
 def block(source: Source, confidence: bool | None = None) -> dict[str, Any]:
-    """A drafter of blocks.  confidence: whether it has a confidence head; None for one without a Markov head."""
+    """Keys of a block drafter.  confidence: whether it has a confidence head; None for one without a Markov head."""
     backbone: Any = source.model.backbone
     keys = common(source, "dflash", source.settings.layers)
     keys |= {"dflash.block_size": backbone.width, "tokenizer.ggml.mask_token_id": source.mask_token}
@@ -78,7 +78,7 @@ def block(source: Source, confidence: bool | None = None) -> dict[str, Any]:
 
 
 def read_block(config: Config, target: TransformersTarget, method: Method) -> dict[str, Any]:
-    """The settings of a drafter of blocks, but for its heads."""
+    """The settings of a block drafter, except for its heads."""
     check(config, target)
     if "d2t" in config[reading.SHAPES]:
         raise ExportError("it has d2t, but Outrider drafts blocks from the whole vocabulary; use a draft without")
@@ -92,9 +92,9 @@ def read_block(config: Config, target: TransformersTarget, method: Method) -> di
 
 
 def is_block(kind: str, markov: bool) -> Callable[[Config, Collection[str]], bool]:
-    """Whether a file is of this drafter of blocks: it says so, or has a Markov head or none.
+    """Whether a file holds this kind of block drafter: by our key if present, else by whether it has a Markov head.
 
-    Raises ExportError for a drafter of such a file that is not known here.
+    Raises ExportError for a drafter of this architecture that Outrider does not have.
     """
 
     def fits(config: Config, names: Collection[str]) -> bool:
@@ -115,14 +115,14 @@ def is_block(kind: str, markov: bool) -> Callable[[Config, Collection[str]], boo
 
 
 def tensors(weights: Mapping[str, Tensor], keys: Config, source: Source) -> dict[str, Tensor]:
-    """A drafter's weights by the names of its layout, as the file has them."""
+    """Converts a drafter's weights from the names of its layout to what the file stores."""
     theirs = {name: file_name for file_name, name in reading.HEADS.items()}
-    # which tokens a draft may hold follows from d2t and is not stored
+    # t2d follows from d2t and is not stored
     tensors = {theirs.get(name, name): weight for name, weight in weights.items() if name != "t2d"}
     if keys["general.architecture"] == "eagle3":
         for name, count in INTERLEAVED.items():
             tensors[name] = model.interleaved(tensors[name], keys[f"eagle3.attention.{count}"])
-    if "d2t" in tensors:  # the file has the target's own ids
+    if "d2t" in tensors:  # the file stores absolute token ids, not offsets
         tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]), device=tensors["d2t"].device)
     if "dflash.sample_from_anchor" in keys and MARKOV[0] not in tensors:  # only a DSpark reads the anchor's slot
         tensors |= {name: torch.zeros(source.target.spec.vocabulary, 1) for name in MARKOV}
@@ -130,9 +130,9 @@ def tensors(weights: Mapping[str, Tensor], keys: Config, source: Source) -> dict
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """The weights of a drafter's file by the names of its layout."""
+    """The weights of a drafter's file, by the names of its layout."""
     keys, tensors = reading.read_header(path).keys, reading.read_tensors(path)
-    tensors.pop(model.FACTORS, None)  # the settings have what they were made from
+    tensors.pop(model.FACTORS, None)  # the settings hold the numbers they were computed from
     if keys["general.architecture"] == "eagle3":
         _restore_rows(tensors, keys)
     if "d2t" in tensors:
@@ -149,7 +149,7 @@ def _restore_rows(tensors: dict[str, Tensor], keys: Config) -> None:
 
 
 def _set_map(tensors: dict[str, Tensor], vocabulary: int) -> None:
-    """The map of a reduced vocabulary as it is here: the target's ids less the draft's own, and which can be drafted.
+    """Convert a reduced vocabulary's map to ours: d2t is target id minus draft id, t2d which tokens can be drafted.
 
     Raises ExportError for ids outside the vocabulary.
     """

@@ -1,7 +1,7 @@
-"""GGUF, llama.cpp's one file of keys and tensors: written by llama.cpp's own library (`pip install gguf`).
+"""GGUF, llama.cpp's single file of keys and tensors, written with llama.cpp's own library (`pip install gguf`).
 
-Vectors and the router of experts stay in 32 bits, as llama.cpp wants them.  In q8_0, 32 numbers of a row share a scale;
-matrices whose rows can't be cut into 32s are stored in 16 bits.
+Vectors and the expert router stay in 32 bits, as llama.cpp requires.  In q8_0, 32 numbers of a row share a scale;
+matrices whose row length is not a multiple of 32 are stored in 16 bits.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from outrider.kernels.blocks import BLOCKS
 
 FILE = "model.gguf"
 PRECISIONS = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}
-"""How matrices are stored, and llama.cpp's number for a file of it."""
+"""How matrices are stored, and llama.cpp's `file_type` number for it."""
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i64": torch.int64}
 DEFAULT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 FULL = ("ffn_gate_inp.", "_conv_base")
-"""Parts of the names of matrices, and of kernels of convolutions, that stay in 32 bits."""
+"""Substrings of the names of matrices and convolution kernels that stay in 32 bits."""
 QUANTIZATION_VERSION = 2
-"""Of the layouts of rounded numbers."""
+"""Version of the layouts of quantised numbers."""
 
 
 def precision_of(source: Source) -> str:
-    """The precision that was asked for, else the target's."""
+    """The requested precision, else the target's."""
     return source.precision or DEFAULT.get(source.target.spec.dtype, "f32")
 
 
 def general(architecture: str, precision: str) -> dict[str, Any]:
-    """The keys that every file of ours begins with."""
+    """The keys that every file we write starts with."""
     return {
         "general.architecture": architecture, "general.type": "model", "general.file_type": PRECISIONS[precision],
         "general.quantization_version": QUANTIZATION_VERSION,
@@ -60,14 +60,14 @@ def rounded(name: str, weight: Tensor, precision: str) -> Tensor:
 
 
 def write(path: Path, keys: Config, tensors: Mapping[str, Tensor], precision: str) -> None:
-    """A GGUF file of these keys and tensors by llama.cpp's names; whole numbers are unsigned there.
+    """Write a GGUF file of these keys, and of tensors by llama.cpp's names.  Integers are stored unsigned.
 
     Raises ExportError for values that the precision can't hold.
     """
     writer = library().GGUFWriter(path, keys["general.architecture"])
     adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in keys.items():
-        if key != "general.architecture":  # its writer begins with it
+        if key != "general.architecture":  # the writer adds it itself
             adds.get(type(value), writer.add_array)(key, value)
     for name, weight in tensors.items():
         _add(writer, name, weight.detach().cpu().contiguous(), precision)
@@ -84,7 +84,7 @@ def _add(writer: Any, name: str, weight: Tensor, precision: str) -> None:
     types = library().GGMLQuantizationType
     if kind == "q8_0":
         writer.add_tensor(name, _blocks(weight), raw_dtype=types.Q8_0)
-    elif kind == "bf16":  # numpy has no such number
+    elif kind == "bf16":  # numpy has no bfloat16
         writer.add_tensor(name, weight.to(torch.bfloat16).view(torch.uint8).numpy(), raw_dtype=types.BF16)
     else:
         writer.add_tensor(name, weight.to(DTYPES[kind]).numpy())
@@ -96,7 +96,7 @@ def _blocks(weight: Tensor) -> Any:
 
 
 def library() -> Any:
-    """llama.cpp's own, which takes a moment to load."""
+    """llama.cpp's own library, imported late because it takes a moment to load."""
     import gguf
 
     return gguf

@@ -1,7 +1,7 @@
-"""GGUF, llama.cpp's one file of weights, shape and the target's tokenizer.
+"""GGUF, llama.cpp's single file of weights, shape and the target's tokenizer.
 
-What llama.cpp would compute or tokenise differently is refused; what it has no way to draft is left out, and the export
-says so.  Draft models that others publish as GGUF are read, in f32, f16, bf16 and q8_0.
+Models that llama.cpp would compute or tokenise differently are refused.  Features it can't draft with are left out, and
+the export says so.  Draft models published as GGUF can be imported in f32, f16, bf16 and q8_0.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def layout(
     tensors: Callable[[Mapping[str, Tensor], Config, Source], Mapping[str, Tensor]],
     weights: Callable[[Path], Mapping[str, Tensor]], **more: Any,
 ) -> Layout:  # fmt: skip
-    """A method as GGUF.  tensors: what a file holds, from weights by names of the layout; weights: back, from a file.
-    more: fields of `Layout`."""
+    """A method's GGUF layout.  tensors: converts weights by the layout's names to the file's tensors; weights: reads
+    them back from a file; more: other fields of `Layout`."""
 
     def writes(folder: Path, keys: Config, weights: Mapping[str, Tensor], source: Source) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -43,30 +43,29 @@ def layout(
 
 
 def of_architecture(*names: str) -> Callable[[Config, Collection[str]], bool]:
-    """Whether a file is of one of these architectures of llama.cpp."""
+    """A check whether a file has one of these llama.cpp architectures."""
     return lambda config, tensors: config.get("general.architecture") in names
 
 
 def write_file(path: Path, keys: Config, weights: Mapping[str, Tensor], lm: Any, precision: str) -> None:
-    """A GGUF file of these keys and of a language model's weights by transformers' names.
+    """Write a GGUF file of these keys, and of a language model's weights by transformers' names.
 
-    Matrices are rounded to `precision`.  Raises ExportError for a weight that has no name there, or that f16 can't
-    hold.
+    Matrices are rounded to `precision`.  Raises ExportError for a weight that has no llama.cpp name, or overflows f16.
     """
     file.write(path, keys, model.tensors(weights, keys, lm), precision)
 
 
 def read(folder: Path, weights: Callable[[Path], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-    """The weights of a folder's file, or of a file, by the names of its layout.
+    """The weights of a GGUF file, or of a folder's GGUF file, by the names of its layout.
 
-    Raises ExportError for a file that is torn, is quantised in a way that is not readable, or holds what is no number.
+    Raises ExportError for a file that is damaged, has an unsupported quantisation, or holds values that are not finite.
     """
     path = reading.find(folder)
     if path is None:
         raise ExportError(f"{folder} has no {FILE}; name the folder of a draft model, or its GGUF file")
     try:
         tensors = weights(path)
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:  # a key may be missing, or hold anything
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:  # a key may be missing or hold anything
         raise ExportError(f"{path} does not fit its own keys: {error}; copy it again") from None
     if broken := not_finite(tensors):
         raise ExportError(f"{path} has values that are not finite in {', '.join(broken[:4])}; use another file")
@@ -74,5 +73,5 @@ def read(folder: Path, weights: Callable[[Path], Mapping[str, Tensor]]) -> Mappi
 
 
 def _rounded(name: str, weight: Tensor, source: Source) -> Tensor:
-    """A weight of a layout's name as it reads back."""
+    """A weight, by its name in the layout, as it reads back."""
     return file.rounded(name, weight, precision_of(source))

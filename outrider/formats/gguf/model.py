@@ -1,8 +1,8 @@
 """A causal language model as GGUF: the target, or a small_model.
 
-Names of tensors are taken from llama.cpp's own library.  What differs from a config.json: a tied head is not stored,
-and the rows of queries and keys of a `llama` are interleaved, since llama.cpp rotates neighbouring pairs and not
-halves.  Shapes that llama.cpp would read and compute differently are refused.
+Tensor names come from llama.cpp's own library.  Differences from transformers: a tied head is not stored, and the rows
+of queries and keys of a `llama` are interleaved, since llama.cpp rotates neighbouring pairs instead of halves.  Shapes
+that llama.cpp would load but compute differently are refused.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from outrider.targets.protocol import LayerSizes
 from outrider.targets.sizes import frequencies, layer_sizes
 
 SCALING = {"linear": "linear", "default": None, "llama3": None}
-"""Rotary scalings that a file can have; llama3's is a factor for each frequency."""
+"""Rotary scalings that a file can hold; llama3's is stored as one factor per frequency."""
 FACTORS = rotary.DIVISORS
-"""llama.cpp's name of those factors."""
+"""llama.cpp's name for these factors."""
 STRETCH = "outrider.rope_scaling"
-"""A key of ours: the numbers that llama3's factors were made from, as JSON."""
+"""Our own key: the numbers that llama3's factors were computed from, as JSON."""
 FAMILIES = ("qwen3", "llama")
-"""Architectures that are written, by transformers' and llama.cpp's name."""
+"""Architectures that can be written; transformers and llama.cpp use the same names."""
 
 
 # ── keys of the file ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -39,7 +39,7 @@ FAMILIES = ("qwen3", "llama")
 def header(lm: Any, tokenizer: Any, precision: str) -> dict[str, Any]:
     """The keys of a GGUF file of a causal language model.
 
-    Raises ExportError for what `refused` finds.
+    Raises ExportError with the reason that `refused` gives.
     """
     if reason := refused(lm, tokenizer):
         raise ExportError(f"it can't be written as GGUF: {reason}")
@@ -57,7 +57,7 @@ def header(lm: Any, tokenizer: Any, precision: str) -> dict[str, Any]:
 
 
 def layer(sizes: LayerSizes) -> dict[str, Any]:
-    """The keys of a decoder layer's sizes and rotary positions, without the architecture's name before them."""
+    """The keys of a decoder layer's sizes and rotary positions, without the architecture prefix."""
     scaling = sizes.rope_scaling or {}
     kind = SCALING[scaling.get("rope_type", "default")]
     linear = {} if kind is None else {"rope.scaling.type": kind, "rope.scaling.factor": float(scaling["factor"])}
@@ -71,7 +71,7 @@ def layer(sizes: LayerSizes) -> dict[str, Any]:
 
 
 def stretch(sizes: LayerSizes) -> dict[str, Any]:
-    """A key of ours that keeps what llama3's factors were made from; empty for other rotations."""
+    """Our own key for the numbers that llama3's factors were computed from; empty for other rotations."""
     return {STRETCH: json.dumps(dict(sizes.rope_scaling or {}))} if is_llama3(sizes) else {}
 
 
@@ -80,7 +80,7 @@ def is_llama3(sizes: LayerSizes) -> bool:
 
 
 def refused(lm: Any, tokenizer: Any) -> str | None:
-    """Why a language model can't be written as GGUF here; None where it can."""
+    """Why a language model can't be written as GGUF; None if it can."""
     config = lm.config
     name = config.model_type
     if name not in FAMILIES:
@@ -102,9 +102,9 @@ def refused(lm: Any, tokenizer: Any) -> str | None:
 
 
 def tensors(weights: Mapping[str, Tensor], keys: Config, lm: Any) -> dict[str, Tensor]:
-    """A language model's weights, by transformers' names, as the file has them.
+    """Converts a language model's weights, by transformers' names, to the file's tensors.
 
-    Raises ExportError for a weight that has no name there.
+    Raises ExportError for a weight that has no llama.cpp name.
     """
     names, sizes = names_of(keys, list(weights)), layer_sizes(lm.config)
     assert sizes is not None
@@ -121,7 +121,7 @@ def factors(sizes: LayerSizes) -> dict[str, Tensor]:
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Keys, and weights by transformers' names, of a GGUF file of a causal language model."""
+    """The keys of a GGUF file of a causal language model, and its weights by transformers' names."""
     keys, tensors = dict(reading.read_header(path).keys), reading.read_tensors(path)
     names = names_of(keys, _possible(keys[f"{keys['general.architecture']}.block_count"]))
     weights = {
@@ -133,7 +133,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def names_of(keys: Config, names: list[str]) -> dict[str, str]:
-    """transformers' names to llama.cpp's.  Raises ExportError for one that has none."""
+    """Maps transformers' names to llama.cpp's.  Raises ExportError for a name that has no counterpart."""
     library, family = file.library(), keys["general.architecture"]
     if family not in FAMILIES:
         raise ExportError(f"the file is of architecture {family}; known are {', '.join(FAMILIES)}")
@@ -158,7 +158,7 @@ def _possible(layers: int) -> list[str]:
 
 
 def reordered(name: str, weight: Tensor, keys: Config, back: bool = False) -> Tensor:
-    """Queries and keys of a llama in llama.cpp's order, or back; other weights unchanged."""
+    """Reorders queries and keys of a llama to llama.cpp's order, or back; other weights are returned unchanged."""
     family, part = keys["general.architecture"], name.split(".")[-2]
     count = {"q_proj": "head_count", "k_proj": "head_count_kv"}.get(part)
     if family != "llama" or count is None:
@@ -167,7 +167,7 @@ def reordered(name: str, weight: Tensor, keys: Config, back: bool = False) -> Te
 
 
 def interleaved(weight: Tensor, heads: int, back: bool = False) -> Tensor:
-    """Rows [heads · head_dim, …] for a rotation of neighbouring pairs instead of halves, or back.
+    """Reorders rows [heads · head_dim, …] for a rotation of neighbouring pairs instead of halves, or back.
 
     Within each head, row i of half h becomes row h of pair i.
     """
@@ -175,11 +175,11 @@ def interleaved(weight: Tensor, heads: int, back: bool = False) -> Tensor:
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
-# ── the same keys, read ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── read the same keys ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def architecture(config: Config) -> dict[str, Any]:
-    """A small_model's settings for what a file says."""
+    """The settings of a small_model for the keys of a file."""
     name, sizes = config["general.architecture"], sizes_of(config)
     return {
         "architecture": {
@@ -195,7 +195,7 @@ def architecture(config: Config) -> dict[str, Any]:
 
 
 def sizes_of(config: Config) -> LayerSizes:
-    """The sizes of a file's decoder layers.  Raises ExportError for a rotation that is not known."""
+    """The sizes of a file's decoder layers.  Raises ExportError for an unsupported rotation."""
     name = config["general.architecture"]
 
     def number(key: str, default: Any = None) -> Any:
@@ -214,7 +214,7 @@ def sizes_of(config: Config) -> LayerSizes:
 
 
 def _decimal(stored: float) -> float:
-    """A number that was stored in 32 bits, as it was written: 1e-06 and not 9.999999974752427e-07."""
+    """The decimal number that was rounded to 32 bits: 1e-06 instead of 9.999999974752427e-07."""
     return float(f"{stored:.7g}")
 
 

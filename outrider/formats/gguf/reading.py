@@ -1,6 +1,6 @@
-"""The keys and numbers of a drafter's GGUF file; quantised tensors become float32.
+"""The keys and tensors of a drafter's GGUF file; quantised tensors become float32.
 
-Readable are the types that a target may have, and whole numbers; a tensor of another type is refused by its name.
+Supported are the types that a target may have, and integers; the error for any other type names the tensor.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from outrider.targets.gguf.reader import Header, Info
 
 SUFFIX = ".gguf"
 DTYPES = {**PLAIN, "I32": torch.int32, "I64": torch.int64}
-"""Types whose numbers torch has, too."""
+"""Types that torch has as well."""
 HEADS = {"token_embd.weight": "embed_tokens.weight", "output.weight": "lm_head.weight"}
-"""llama.cpp's names of embedding and head, and those that every format here knows them by."""
+"""llama.cpp's names for embedding and head, and the names that all our formats use."""
 SHAPES = "outrider.shapes"
-"""A key that `read_config` adds: the shape of every tensor, by its name, rows first."""
+"""A key that `read_config` adds: the shape of every tensor, by name, rows first."""
 
 
 def find(folder: Path) -> Path | None:
-    """The GGUF file that a folder, or the path of a file, stands for; None for none.
+    """The GGUF file at this path or in this folder; None if there is none.
 
-    Raises ExportError for a folder with several of which none is `model.gguf`.
+    Raises ExportError for a folder with several files, none of them named `model.gguf`.
     """
     if folder.is_file():
         return folder if folder.suffix == SUFFIX else None
@@ -43,7 +43,7 @@ def find(folder: Path) -> Path | None:
 
 
 def read_header(path: Path) -> Header:
-    """Keys, and where the tensors are.  Raises ExportError for a file that is none, or is torn."""
+    """Keys and tensor offsets.  Raises ExportError for a file that is not GGUF or is damaged."""
     try:
         return reader.read_header(path)
     except (OSError, reader.Damaged) as error:
@@ -57,9 +57,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Tensors by their names in the file; those of `names` where given.
+    """Tensors by their names in the file; only those in `names` if given.
 
-    Raises ExportError for one that is quantised in a way that is not readable, or not whole.
+    Raises ExportError for a tensor of an unsupported type, or one that is truncated.
     """
     header = read_header(path)
     infos = {name: info for name, info in header.tensors.items() if names is None or name in names}
@@ -67,7 +67,7 @@ def read_tensors(path: Path, names: Collection[str] | None = None) -> dict[str, 
 
 
 def rounded_heads(path: Path) -> set[str]:
-    """Which of embedding and head a file has in q8_0, which is only close to the matrix that was rounded."""
+    """Which of embedding and head a file stores in q8_0, which only approximates the original matrix."""
     infos = read_header(path).tensors
     return {name for theirs, name in HEADS.items() if theirs in infos and infos[theirs].kind == "Q8_0"}
 
@@ -84,7 +84,7 @@ def _tensor(path: Path, name: str, info: Info) -> Tensor:
 
 
 def widened(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Tensor:
-    """The numbers of a tensor's bytes [n], uint8, by ggml's name of its type; those of blocks become float32."""
+    """Decodes a tensor's bytes [n], uint8.  kind: ggml's name of its type; block types become float32."""
     if kind in DTYPES:
         return raw.view(DTYPES[kind]).view(shape)
     return dequantized(kind, raw.view(-1, row_bytes(kind, shape[-1])), shape[-1]).view(shape)

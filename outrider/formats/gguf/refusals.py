@@ -1,4 +1,4 @@
-"""What llama.cpp can't do with a drafter: refused, or left out with a note of what was measured with it."""
+"""Features that llama.cpp lacks: refused, or left out with a note that says what was measured with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from outrider.formats.layout import Answer, Source
 
 PARTIAL = "it rotates a part of each head, which is known for a DFlash without llama3's scaling only"
 TAPPED = ("qwen3", "llama", "mistral", "qwen3_moe", "gpt_oss")
-"""transformers' names of targets whose layers' inputs llama.cpp gives out."""
+"""transformers' names of targets whose layer inputs llama.cpp exposes."""
 
 
 def tokenizer(source: Source) -> str | None:
@@ -51,7 +51,7 @@ def trees(source: Source) -> str | None:
 
 
 def measured(source: Source) -> str:
-    """The tokens per step that the checkpoint's report has with what is left out; empty where it has none."""
+    """Tokens per step with the omitted feature, from the checkpoint's report; empty if it has none."""
     rows = source.report.get("rows") or []
     greedy = [row for row in rows if row.get("tokens_per_step") and row.get("temperature") == 0]
     if not greedy:

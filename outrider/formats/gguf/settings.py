@@ -1,6 +1,6 @@
-"""What a drafter's GGUF file says of its layers, in our settings; and what our drafters don't compute.
+"""Translate the layer keys of a drafter's GGUF file to our settings, and refuse what our drafters don't compute.
 
-A key that is missing means what llama.cpp takes it for: a DSpark drafts in the anchor's slot, a DFlash does not.
+A missing key has llama.cpp's default: a DSpark drafts in the anchor's slot, a DFlash does not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PLAIN = {
     "logit_scale": 0.0, "final_logit_softcapping": 0.0, "hidden_act": "silu", "attention.causal": False,
     "norm_before_fc": False,
 }  # fmt: skip
-"""Values that these keys must have, where a file has them."""
+"""Values that these keys must have, if present."""
 
 
 def layer(config: Config) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def layer(config: Config) -> dict[str, Any]:
 
 
 def check(config: Config, target: TransformersTarget) -> None:
-    """Raises ExportError for a file that was made for another target, or computes what our drafters don't."""
+    """Raises ExportError for a file that was made for another target, or uses features that our drafters lack."""
     name, spec = config["general.architecture"], target.spec
     for key in ("embedding_length", "target_hidden_size"):
         if (stored := config.get(f"{name}.{key}")) not in (None, spec.hidden):

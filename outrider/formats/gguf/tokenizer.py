@@ -1,7 +1,7 @@
-"""A tokenizer as a GGUF file has it: tokens, merges and special tokens, and a name for how texts are split.
+"""A tokenizer as a GGUF file stores it: tokens, merges, special tokens, and the name of its pre-tokenizer.
 
-A tokenizer that splits texts otherwise than llama.cpp would is refused.  llama.cpp normalises no text (NFC), so texts
-that are not normalised may come out as other tokens there.
+A tokenizer that splits text differently than llama.cpp would is refused.  llama.cpp does not apply NFC normalisation,
+so text that is not normalised may be tokenised differently there.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from outrider.errors import ExportError
 from outrider.targets.gguf.tokenizer import CONTROL, LLAMA3, NORMAL, QWEN2, UNUSED, USER_DEFINED
 
 DIGITS = "digits one by one"
-"""In place of a pattern, before GPT-2's own."""
+"""Stands for a step that splits digits one by one, before GPT-2's own pattern."""
 SPLITS = {
     (QWEN2, False): "qwen2",
     (LLAMA3, True): "llama-bpe",
     (None, False): "gpt-2",
     (DIGITS, False): "smollm",
 }
-"""(Pattern that splits a text, whether a word that is a token is taken whole) to llama.cpp's name; None: GPT-2's
-own."""
+"""(Pattern that splits text, or None for GPT-2's own; whether a word that is a token ignores merges) to llama.cpp's
+name."""
 
 
 def keys(tokenizer: Any, size: int, lm: Any) -> dict[str, Any]:
-    """The keys of a tokenizer for a head of `size` tokens.  lm: whose generation settings name the ends of a text."""
+    """Keys of a tokenizer for a head of `size` tokens.  lm: the model; its generation config lists the end tokens."""
     return {**_vocabulary(tokenizer, size), **_specials(lm, tokenizer)}
 
 
 def refused(tokenizer: Any) -> str | None:
-    """Why a tokenizer can't be written as GGUF here; None where it can."""
+    """Why a tokenizer can't be written as GGUF; None if it can."""
     if tokenizer is None:
         return "its target has no tokenizer, and the file needs one; load the target from a folder that has it"
     return split(tokenizer)[1]
 
 
 def split(tokenizer: Any) -> tuple[str, str | None]:
-    """llama.cpp's name for how a tokenizer splits texts; and why it has none, or None."""
+    """llama.cpp's name for a tokenizer's pre-tokenizer, and the reason if it has none, else None."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return "", "its tokenizer is not of the tokenizers library; only byte-level BPE can be written"
@@ -65,7 +65,7 @@ def split(tokenizer: Any) -> tuple[str, str | None]:
 
 
 def _pattern(step: dict[str, Any]) -> str | None:
-    """What splits texts before the bytes; None for a step that is not known here."""
+    """The pattern of a step before the byte-level one; None for an unsupported step."""
     if step.get("type") == "Digits" and step.get("individual_digits"):
         return DIGITS
     pattern: str | None = step.get("pattern", {}).get("Regex") if step.get("type") == "Split" else None
@@ -73,7 +73,7 @@ def _pattern(step: dict[str, Any]) -> str | None:
 
 
 def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
-    """Tokens, kinds and merges.  Ids without a token, up to the `size` of the head, are unused ones."""
+    """Tokens, token types and merges.  Ids without a token, up to the `size` of the head, are marked unused."""
     tokenizer_json = json.loads(tokenizer.backend_tokenizer.to_str())
     added = {one["id"]: one for one in tokenizer_json["added_tokens"]}
     tokens, kinds = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
@@ -93,7 +93,7 @@ def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
 
 
 def _specials(lm: Any, tokenizer: Any) -> dict[str, Any]:
-    """Tokens that begin and end a text, from tokenizer and generation settings, and the chat template."""
+    """Special tokens from the tokenizer and the generation config, and the chat template."""
     ends = getattr(getattr(lm, "generation_config", None), "eos_token_id", None)
     ends = list(ends) if isinstance(ends, list | tuple) else [ends]
     ids = {
