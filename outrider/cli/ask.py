@@ -57,7 +57,7 @@ def ask(
         str | None, typer.Option(metavar="5.00", help="Cost limit of this run, by --prices and --max-tokens.")
     ] = None,
     prices: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Prices of models (YAML); see docs/ask-files.md.")
+        Path | None, typer.Option(metavar="FILE", help="Prices of models (YAML); see docs/client.md.")
     ] = None,
     cache: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Cache of complete answers, by the content of requests.")

@@ -35,7 +35,7 @@ OPTIONS = (
 def replay(
     context: typer.Context,
     log: Annotated[
-        Path, typer.Argument(help="Recorded requests; docs/traffic-logs.md lists the formats.", show_default=False)
+        Path, typer.Argument(help="Recorded requests; docs/replay.md lists the formats.", show_default=False)
     ],
     plan: Annotated[Plan, Fields(Plan, OPTIONS)],
     against: Annotated[

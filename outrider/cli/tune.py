@@ -26,7 +26,7 @@ from outrider.traffic.logs import traces
 
 def tune(
     log: Annotated[
-        Path, typer.Argument(help="Recorded requests; docs/traffic-logs.md lists the formats.", show_default=False)
+        Path, typer.Argument(help="Recorded requests; docs/replay.md lists the formats.", show_default=False)
     ],
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where every measurement and tune.json go.")],
     draft: Annotated[str | None, typer.Option(metavar="DIR", help="Exported folder; or ngram, suffix, mtp.")] = None,

@@ -48,7 +48,7 @@ def load_prices(path: str | Path | None = None) -> Prices:
     """The table in a YAML file; by default, the empty table of the package.  Raises ConfigError."""
     file = Path(path or Path(__file__).with_name("prices.yaml"))
     if not file.is_file():
-        raise ConfigError(f"no table of prices at {file}; docs/ask-files.md shows an example")
+        raise ConfigError(f"no table of prices at {file}; docs/client.md shows an example")
     with configs.located(file):
         return configs.build(Prices, configs.read(file))
 

@@ -111,7 +111,7 @@ class Config(Base):
     skip_bad: bool = False
     """Count and skip rows that can't be read, instead of stopping at the first."""
     servers: tuple[str, ...] = ()
-    """Addresses of servers with OpenAI's API that answer in place of a local target; see docs/regenerate.md."""
+    """Addresses of servers with OpenAI's API that answer in place of a local target; see docs/data.md."""
     model: str | None = None
     """The target's name on the servers; the first model of the first server unless given."""
     ask: Literal["tokens", "chat"] = "tokens"

@@ -41,7 +41,7 @@ class PlanOptions(Config):
     weights: str | None = None
     """How the weights will be stored: bf16, fp8, int8, int4 …; as in the target's config unless given."""
     log: Path | None = None
-    """Recorded requests; docs/traffic-logs.md lists the formats."""
+    """Recorded requests; docs/replay.md lists the formats."""
     format: str | None = None
     """Format of the log; detected from its first row unless given."""
     prompt_tokens: float | None = None

@@ -79,4 +79,4 @@ class Config(Base):
     log_prompts: bool = False
     """Write prompts and answers into the request log, too.  Get the consent of the senders first."""
     learning: Learning | None = None
-    """Train the drafter on the served texts, which are stored; see docs/learning.md.  Off by default."""
+    """Train the drafter on the served texts, which are stored; see docs/serve.md.  Off by default."""

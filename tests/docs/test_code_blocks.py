@@ -144,9 +144,9 @@ def test_yaml_is_taken_by_what_reads_it(tmp_path: Path, monkeypatch: pytest.Monk
             assert tomllib.loads(block.text)
         elif block.kind != "yaml":
             continue
-        elif block.page == "gate-policy.md":
+        elif block.page == "gate.md":
             Policy.model_validate(yaml.safe_load(block.text))
-        elif block.page == "ask-files.md":
+        elif block.page == "client.md":
             Path("prices.yaml").write_text(block.text)
             assert load_prices(Path("prices.yaml"))
         else:

@@ -159,7 +159,7 @@ FORMATS: dict[str, Callable[[], Parse]] = {
     "sharegpt": lambda: _sharegpt,
     "vllm-custom": lambda: _custom,
 }
-"""docs/traffic-logs.md describes them."""
+"""docs/replay.md describes them."""
 TIMES = ("timestamp", "t", "time", "created_at", "created")
 NOT_SENT = {*TIMES, "session_id", "id", "delay"}
 """Keys next to a raw request body that are not sent."""
