@@ -1,9 +1,9 @@
-"""`make demo`: plan, prepare, train and evaluate a drafter for a real model, in as many minutes as are given.
+"""`make demo`: plan, prepare, train and evaluate a drafter for a real model, within a given number of minutes.
 
 python scripts/demo.py --minutes 15
 
-The target is SmolLM2-135M-Instruct, from the package index.  Where that can't be reached, the demo runs on the small
-target of this package.  Stopped at any time, the same command goes on.
+The target is SmolLM2-135M-Instruct, from the package index.  If that can't be reached, the demo uses the package's own
+small target.  Rerun the same command to resume after an interruption.
 """
 
 from __future__ import annotations

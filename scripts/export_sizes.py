@@ -1,9 +1,9 @@
-"""Write the table of sizes into docs/export-formats.md, between its two marks: our defaults for the demo target, in
+"""Write the table of sizes into docs/export-formats.md, between its two markers: our defaults for the demo target, in
 every format.
 
 python scripts/export_sizes.py
 
-A format may want other settings than our defaults; those are named in the table's first column.
+If a format needs other settings than our defaults, the table's first column names them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa": ("medusa", {}),
     "small_model": ("small_model", {}),
 }
-"""What a row says, a kind, and settings that differ from its defaults."""
+"""Row label, kind, and settings that differ from its defaults."""
 
 
 def table(target: TransformersTarget) -> str:
-    """Markdown: bytes of weights, a line a row, a dash where the format knows no such drafter."""
+    """Markdown: bytes of weights, one row per drafter, with a dash if the format does not support it."""
     lines = [f"| | checkpoint | {' | '.join(COLUMNS[:-1])} | gguf f32 / f16 |", "|---" * (2 + len(COLUMNS)) + "|"]
     for said, (kind, settings) in ROWS.items():
         with tempfile.TemporaryDirectory() as name:
@@ -52,7 +52,7 @@ def table(target: TransformersTarget) -> str:
 
 
 def sizes(kind: str, settings: dict[str, Any], target: TransformersTarget, place: Path) -> list[str]:
-    """Of the checkpoint and of each column's folder, in bytes."""
+    """Size of the checkpoint and of each column's folder, in bytes."""
     module = find(kind)
     torch.manual_seed(0)
     save(place / "mine", module.Model(build(module.Config, {"kind": kind, **settings}, "drafter"), target))
@@ -69,7 +69,7 @@ def _size(place: Path, format: str, kind: str, target: TransformersTarget, preci
         return "–"
     try:
         folder = export_folder(place / "mine", format, place / f"{format}-{precision}", target, precision)
-    except ExportError:  # settings that the format can't say
+    except ExportError:  # the format can't express these settings
         return "–"
     return f"{sum(path.stat().st_size for path in folder.iterdir() if path.suffix in ('.safetensors', '.gguf')):,}"
 

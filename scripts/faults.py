@@ -1,10 +1,10 @@
-"""Plant each known fault into a copy of the package and see that a test notices it.
+"""Plant each known fault in a copy of the package and check that a test catches it.
 
 python scripts/faults.py RECORDING [--all] [--only N] [--json FILE]
 
-RECORDING is a folder that `scripts/recording.py` wrote; each fault (`known_faults.py`) is tried with the tests that run
-the lines it changes, the cheapest files first, up to the first that fails.  `--all` goes on after that and lists every
-test that catches it, with its seconds.  Exits with 1 where a fault is not caught, with 2 where one can't be planted.
+RECORDING is a folder written by `scripts/recording.py`.  Each fault (`known_faults.py`) is tried with the tests that
+run the lines it changes, cheapest files first, until one fails.  `--all` continues after that and lists every test that
+catches the fault, with its seconds.  Exits with 1 if a fault is not caught, with 2 if one can't be planted.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from known_faults import FAULTS, Fault
 from recording import Recording
 
 LIMIT_S = 600
-"""Seconds of the processor for the tests of one fault."""
+"""CPU seconds for the tests of one fault."""
 _WORKER: list[Any] = []
 
 
 def changes(fault: Fault, files: Mapping[Path, str]) -> list[planting.Change]:
-    """All edits of a fault as whole texts, those of one file joined.  Raises ValueError where one does not apply.
+    """All edits of a fault as whole texts, with the edits of one file combined.  Raises ValueError if one does not
+    apply.
 
-    files: the package's, as `planting.sources` reads them.
+    files: the package's, as returned by `planting.sources`.
     """
     joined: dict[Path, planting.Change] = {}
     for edit in fault.edits:

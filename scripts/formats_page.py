@@ -1,4 +1,5 @@
-"""Write the table of formats into docs/export-formats.md, between its two marks; a test holds the page against it.
+"""Write the table of formats into docs/export-formats.md, between its two markers; a test checks that the page is up to
+date.
 
 python scripts/formats_page.py
 """
@@ -13,7 +14,7 @@ BEGIN, END = "<!-- formats -->", "<!-- /formats -->"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown of `outrider formats`: a line a format and method."""
+    """Markdown of `outrider formats`: one row per format and method."""
     lines = ["| format | method | export | import | engines | layer numbers |", "|---|---|---|---|---|---|"]
     for row in rows:
         ways = ["yes" if row[way] else "–" for way in ("export", "import")]
@@ -24,7 +25,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def replaced(page: str, text: str) -> str:
-    """The page with `text` between its marks."""
+    """The page with `text` between its markers."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
 

@@ -1,10 +1,10 @@
-"""Print all that a user can name, a sorted line a fact: verbs, settings, kinds, formats, public names and so on.
+"""Print everything a user can name, a sorted line per fact: verbs, settings, kinds, formats, public names and so on.
 
 python scripts/inventory.py > docs/inventory.txt
-python scripts/inventory.py --against docs/inventory.txt    # what is missing (-) and new (+); exits with 1 if any is
-missing
+python scripts/inventory.py --against docs/inventory.txt    # missing (-) and new (+); exits with 1 if any is missing
 
-Every list is the code's own, looked up where it may stand, and else in the only file of the package that defines it.
+Every list is taken from the code: from the modules named below, or else from the only file of the package that defines
+it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HOMES = {
     "FORMATS": "traffic.logs.formats", "Sampling": "sampling.settings decoding.sampling sampling",
     "RunConfig": "runs.file", "kinds": "drafters drafters.registry",
 }  # fmt: skip
-"""Modules where a name may stand, the first that has it counts.  Names that stand once in the package need no entry."""
+"""Modules that may hold a name; the first that has it counts.  Names defined only once in the package need no entry."""
 TABLES = dict(
     task="TASKS", loss="DIVERGENCES", weighing="WEIGHINGS", limit="LIMITS", log="FORMATS", precision="PRECISIONS"
 )
@@ -47,7 +47,7 @@ is_section = lambda kind: isinstance(kind, type) and (issubclass(kind, BaseModel
 
 
 def home(name: str) -> Any:
-    """What a name means in the package."""
+    """The object a name refers to in the package."""
     defining = [
         place for place, text in TEXTS.items() if re.search(rf"^(class |def )?{name}\b *[:=(]", text, re.MULTILINE)
     ]
@@ -61,7 +61,7 @@ def home(name: str) -> Any:
 
 
 def said(kind: Any) -> str:
-    """A type.  Classes of sections are left out, since nobody writes their names; choices are lines of their own."""
+    """A type.  Section classes are left out, since nobody writes their names; choices have their own lines."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         limits = [limit for given in args[1:] for limit in getattr(given, "metadata", [given])]
@@ -78,13 +78,13 @@ def said(kind: Any) -> str:
 
 
 def default(value: Any) -> str:
-    """How a line ends; `...` is no default."""
+    """The end of a line; `...` means no default."""
     word = "section" if is_section(type(value)) else getattr(value, "__name__", repr(value))
     return "" if value is ... or value is inspect.Parameter.empty else f" = {re.sub(' at 0x[0-9a-f]+', '', word)}"
 
 
 def settings(head: str, schema: Any, given: Any = None) -> Iterator[str]:
-    """Every field with its choices and inner fields.  given: the section as it is by default, where it is there."""
+    """Every field with its choices and inner fields.  given: the section's default value, if there is one."""
     if not hasattr(schema, "model_fields"):
         hints = get_type_hints(schema, include_extras=True)
         found = [(key, hints[key], each.default) for key, each in inspect.signature(schema).parameters.items()]
@@ -97,7 +97,7 @@ def settings(head: str, schema: Any, given: Any = None) -> Iterator[str]:
     for name, kind, usual in found:
         value, parts = usual if given is None else getattr(given, name), [kind]
         yield f"{head}{name}: {said(kind)}{default(value)}"
-        for part in parts:  # which grow
+        for part in parts:  # grows inside the loop
             if get_origin(part) is Literal:
                 yield from (f"{head}{name} may be {choice!r}" for choice in get_args(part))
             elif is_section(part) and part is not schema:
@@ -106,7 +106,7 @@ def settings(head: str, schema: Any, given: Any = None) -> Iterator[str]:
 
 
 def called(head: str, what: Any) -> Iterator[str]:
-    """What can be called, and its arguments: with their place, where that may be all that is given."""
+    """A callable and its arguments, numbered if they can be positional."""
     yield head
     for place, each in enumerate(inspect.signature(what).parameters.values(), 1):
         by_place = f"{place} " if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) else ""
@@ -114,7 +114,7 @@ def called(head: str, what: Any) -> Iterator[str]:
 
 
 def verbs(command: Any, path: str) -> Iterator[str]:
-    load = getattr(command, "load", lambda name: command.commands[name])  # verbs may be loaded when they are called
+    load = getattr(command, "load", lambda name: command.commands[name])  # verbs may be loaded lazily
     for name in getattr(command, "commands", ()):
         yield from (f"{path} {name}", *verbs(load(name), f"{path} {name}"))
     for place, each in enumerate(sorted(command.params, key=lambda each: each.opts[0].startswith("-")), 1):

@@ -1,16 +1,15 @@
-"""Make the demo's two models again from the standard library's source: `python scripts/make_demo.py WORK`.
+"""Rebuild the demo's two models from the standard library's source: `python scripts/make_demo.py WORK`.
 
-Six stages, each leaving files in WORK and skipped when they are there; `target` and `small_model` also go on from their
-last checkpoint after an interruption.
+Six stages, each of which leaves files in WORK and is skipped if they exist; `target` and `small_model` also resume from
+their last checkpoint after an interruption.
 
     corpus       tokenizer (byte-level BPE, Qwen2's pre-tokenizer), token ids of the training and the held-out modules
     target       16 layers x 256, trained on the training modules: bf16 weights, float32 masters; Muon for the matrices
                  (half the steps that AdamW needs here), AdamW for embedding and norms
-    steady       the target taught not to loop: it continues training code greedily, and tokens that end an 8-gram it
-    has
-                 written before are made unlikely (unlikelihood training, arXiv 1908.04319), beside ordinary training;
-                 then a mean of the weights before and after, which keeps most of both gains
-    text         what the target itself writes after pieces of the training modules
+    steady       the target taught not to loop: it continues training code greedily, and tokens that complete an 8-gram
+                 it has already written are made unlikely (unlikelihood training, arXiv 1908.04319), alongside ordinary
+                 training; then a mean of the weights before and after, which keeps most of both gains
+    text         the target's own continuations of pieces of the training modules
     small_model  2 layers x 128, trained on that text against the target's own distribution
     package      both models, the tokenizer and the model card into outrider/demo/
 """
@@ -50,7 +49,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}"
     "<|endoftext|>{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
 )
-"""Plain on purpose: the target continues text, so a turn is its content and an answer ends with end-of-text."""
+"""Deliberately plain: the target only continues text, so a turn is its content and an answer ends with end-of-text."""
 
 SHAPES = {
     "target": dict(
@@ -102,7 +101,7 @@ def main() -> None:
 
 
 def corpus(options: argparse.Namespace) -> None:
-    """Train the tokenizer on the training modules and write every module's ids, end-of-text after each."""
+    """Train the tokenizer on the training modules and write every module's ids, each followed by end-of-text."""
     if (options.work / "held_out.npy").exists():
         return
     tokenizer = make_tokenizer(module.text for module in demo.modules("train"))
@@ -168,7 +167,7 @@ def new_model(shape: str) -> Qwen3ForCausalLM:
 
 
 def windows(ids: np.ndarray, length: int, rows: int, seed: int) -> Iterator[Tensor]:
-    """Endless batches [rows, length + 1]; each pass cuts the ids at another offset and shuffles the pieces."""
+    """Endless batches [rows, length + 1]; each pass cuts the ids at a different offset and shuffles the pieces."""
     passes = 0
     while True:
         order = np.random.default_rng([seed, passes, length])
@@ -180,7 +179,7 @@ def windows(ids: np.ndarray, length: int, rows: int, seed: int) -> Iterator[Tens
 
 
 class Masters:
-    """float32 copies of bf16 weights; the copies take the optimiser's step and the weights follow."""
+    """float32 copies of bf16 weights; the optimiser steps the copies and the weights follow."""
 
     def __init__(self, model: torch.nn.Module, options: argparse.Namespace):
         self.weights = list(model.parameters())
@@ -227,7 +226,7 @@ def fit(
     options: argparse.Namespace,
     teacher: Qwen3ForCausalLM | None = None,
 ) -> None:
-    """Train `model`, writing WORK/<shape>/model.safetensors at the end; goes on from WORK/<shape>.checkpoint."""
+    """Train `model`, writing WORK/<shape>/model.safetensors at the end; resumes from WORK/<shape>.checkpoint."""
     torch.manual_seed(options.seed)
     device, out = options.device, options.work / shape
     model = model.to(device, getattr(torch, machine.training_dtype(device))).train()
@@ -282,7 +281,7 @@ def fit(
 
 
 def batch_loss(model: Qwen3ForCausalLM, inputs: Tensor, labels: Tensor, teacher: Qwen3ForCausalLM | None) -> Tensor:
-    """Cross-entropy of the next token, or forward KL (up to a constant) against the teacher where there is one."""
+    """Cross-entropy of the next token, or forward KL (up to a constant) against the teacher if there is one."""
     logits = model(inputs, use_cache=False).logits.float()
     if teacher is None:
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -293,7 +292,7 @@ def batch_loss(model: Qwen3ForCausalLM, inputs: Tensor, labels: Tensor, teacher:
 
 @torch.no_grad()
 def held_out_loss(model: Qwen3ForCausalLM, ids: np.ndarray, device: str, length: int = 512) -> float:
-    """Mean cross-entropy in nats over windows of `length` that do not overlap; at most 64 of them."""
+    """Mean cross-entropy in nats over non-overlapping windows of `length`; at most 64 of them."""
     model.eval()
     rows = torch.from_numpy(ids[: (len(ids) - 1) // length * length + 1].astype(np.int64))
     inputs, labels = rows[:-1].view(-1, length), rows[1:].view(-1, length)
@@ -313,7 +312,7 @@ def target(options: argparse.Namespace) -> None:
         fit("target", new_model("target"), ids, held_out, options.passes, options)
 
 
-# ── what the target writes ────────────────────────────────────────────────────────────────────────────────────────────
+# ── text generated by the target ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @torch.no_grad()
@@ -349,13 +348,13 @@ def pieces(ids: np.ndarray, count: int, length: int, seed: int) -> Tensor:
 
 
 def fresh_share(tokens: list[int], n: int = 8) -> float:
-    """Share of n-grams that stand there for the first time: 1 is no repetition, near 0 is a loop."""
+    """Share of n-grams that occur for the first time: 1 is no repetition, near 0 is a loop."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / max(1, len(grams))
 
 
 def samples(options: argparse.Namespace) -> None:
-    """How often greedy text after held-out code falls into a loop, and what it looks like."""
+    """How often greedy text after held-out code falls into a loop, with samples."""
     model = load(options.work / "steady", options.device)
     prompt = pieces(np.load(options.work / "held_out.npy"), 128, 160, options.seed)
     out = write(model, prompt.to(options.device), 128, 0.0, 0)[:, prompt.shape[1] :].tolist()
@@ -376,7 +375,8 @@ def samples(options: argparse.Namespace) -> None:
 
 
 def repeats(rows: Tensor, start: int, n: int = 8) -> Tensor:
-    """Which tokens of rows [B, S], from `start` on, end an n-gram that stands in their row before.  [B, S] bool."""
+    """Which tokens of rows [B, S], from `start` on, complete an n-gram that occurred earlier in their row. [B, S]
+    bool."""
     found = torch.zeros_like(rows, dtype=torch.bool)
     for b, row in enumerate(rows.tolist()):
         seen = set()
@@ -396,7 +396,7 @@ def unlikelihood(model: Qwen3ForCausalLM, rows: Tensor, repeated: Tensor) -> Ten
 
 
 def steady(options: argparse.Namespace) -> None:
-    """Teach the target not to loop; from WORK/target to WORK/steady, going on from WORK/steady.checkpoint."""
+    """Teach the target not to loop; from WORK/target to WORK/steady, resuming from WORK/steady.checkpoint."""
     if (options.work / "steady.json").exists():
         return
     torch.manual_seed(options.seed + 2)
@@ -508,7 +508,7 @@ def package(options: argparse.Namespace) -> None:
 
 
 def card(facts: dict, loops: dict, options: argparse.Namespace) -> str:
-    """The model card: scripts/model_card.md with what this making of the models found."""
+    """The model card: scripts/model_card.md filled in with the figures of this build."""
     values = json.loads((options.work / "corpus.json").read_text())
     values |= {"held_out": ", ".join(sorted(demo.HELD_OUT)), "kept": loops["kept"], "of": loops["of"]}
     for shape, found in facts.items():

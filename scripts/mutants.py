@@ -1,11 +1,11 @@
-"""How many small random changes of the package the tests notice.
+"""How many small random changes of the package the tests catch.
 
 python scripts/mutants.py RECORDING [--beside FOLDER RECORDING] [--seed 0] [--count 200] [--json FILE]
 
-A mutant is the package with one operator, constant or condition changed; which ones are tried follows from the seed and
-the package's text alone.  RECORDING is a folder that `scripts/recording.py` wrote: each mutant is tried with the tests
-that run its line.  With `--beside`, those that the tests miss are tried with the tests of another checkout too (an
-earlier commit's, with its own recording), which says what was lost since.
+A mutant is the package with one operator, constant or condition changed; the selection depends only on the seed and the
+package's source.  RECORDING is a folder written by `scripts/recording.py`: each mutant is tried with the tests that run
+its line.  With `--beside`, mutants that the tests miss are also tried with the tests of another checkout (an earlier
+commit's, with its own recording), which shows what has been lost since.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import planting
 from recording import Recording
 
 LIMIT_S = 600
-"""Seconds of the processor for the tests of one mutant."""
+"""CPU seconds for the tests of one mutant."""
 
 
 class Mutant(NamedTuple):
@@ -47,7 +47,7 @@ OPPOSITE: dict[type, type] = {
 
 
 def changed(node: ast.AST) -> Iterator[ast.AST]:
-    """The node with one thing changed, for each thing that can be."""
+    """Every variant of the node with one thing changed."""
     if isinstance(node, ast.Compare):
         for at, operator in enumerate(node.ops):
             other = copy.deepcopy(node)
@@ -66,7 +66,7 @@ def changed(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def candidates(path: Path, text: str) -> Iterator[Mutant]:
-    """Every mutant of a file.  Annotations, texts and what is there for a type checker are left alone."""
+    """Every mutant of a file.  Annotations, strings and type-checking code are left alone."""
     stack: list[ast.AST] = [ast.parse(text)]
     while stack:
         node = stack.pop()
@@ -97,7 +97,7 @@ def apply(text: str, change: Mutant) -> str:
 
 
 def sample(root: Path, seed: int, count: int) -> list[Mutant]:
-    """At most one mutant a line, every line of the package as likely as any other that can be changed."""
+    """At most one mutant per line; every line of the package that can be changed is equally likely."""
     by_line: dict[tuple[Path, int], list[Mutant]] = {}
     for path in sorted((root / "outrider").rglob("*.py")):
         name = path.relative_to(root)
@@ -111,7 +111,7 @@ def sample(root: Path, seed: int, count: int) -> list[Mutant]:
         each = random_.choice(by_line[place])
         try:
             ast.parse(apply((root / each.path).read_text(), each))
-        except SyntaxError:  # a constant in a pattern, for one
+        except SyntaxError:  # for example a constant in a pattern
             continue
         mutants.append(each)
         if len(mutants) == count:
@@ -123,7 +123,7 @@ _BENCHES: list[tuple[planting.Bench, Recording]] = []
 
 
 def _begin(suites: list[tuple[Path, Path]]) -> None:
-    """Copies of each checkout; all of them have this checkout's package."""
+    """Copies of each checkout, all with this checkout's package."""
     for root, recording in suites:
         _BENCHES.append((planting.Bench(root), Recording(recording)))
 

@@ -1,7 +1,7 @@
-"""Copies of the repository with one fault in each, and the tests that run the changed lines.
+"""Copies of the repository with one fault each, and the tests that run the changed lines.
 
-A run of the tests under `scripts/recording.py` says which test runs which line of the package and what it costs; from
-that, a fault is tried with the tests that can see it, the cheapest first.  Used by `faults.py` and `mutants.py`.
+A test run under `scripts/recording.py` records which test runs which line of the package and what it costs; a fault is
+then tried only with the tests that can see it, cheapest first.  Used by `faults.py` and `mutants.py`.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ IGNORED = shutil.ignore_patterns("__pycache__", "build", ".*")
 
 
 class Edit(NamedTuple):
-    """A text within one function, class or assigned name, wherever in the package that is."""
+    """A replacement within one function, class or assigned name, wherever it is in the package."""
 
     name: str
     """Qualified within its module: `Draft.chain`, `accept`, `DEFAULTS`."""
     old: str
-    """Stands exactly once in all of the package's definitions of that name."""
+    """Must occur exactly once in all of the package's definitions of that name."""
     new: str
 
 
 class Change(NamedTuple):
-    """A file's new text, and which lines of the old one are no longer the same."""
+    """A file's new text, and which lines of the old one changed."""
 
     path: Path
     """Relative to the repository's root."""
@@ -52,7 +52,7 @@ class Change(NamedTuple):
 
 
 def definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.stmt]]:
-    """Every function, class and constant of a module or class, and functions within functions, by qualified name."""
+    """Every function, class and constant of a module or class, and nested functions, by qualified name."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield prefix + node.name, node
@@ -70,7 +70,7 @@ def sources(root: Path = ROOT) -> dict[Path, str]:
 
 
 def locate(edit: Edit, files: Mapping[Path, str]) -> Change:
-    """Where in these files the edit applies.  Raises ValueError unless its text stands exactly once under its name."""
+    """Where in these files the edit applies.  Raises ValueError unless its text occurs exactly once under its name."""
     places = []
     for path, source in files.items():
         if edit.old not in source:
@@ -98,23 +98,23 @@ def _definitions_of(source: str) -> list[tuple[str, ast.stmt]]:
 
 
 def package_digest(root: Path) -> str:
-    """Of all Python files of the package."""
+    """Digest of all Python files of the package."""
     return hashlib.sha256("\n".join(f"{path}\n{text}" for path, text in sources(root).items()).encode()).hexdigest()
 
 
 class Trial(NamedTuple):
-    """What the tests said of one fault."""
+    """The result of the tests for one fault."""
 
     failed: tuple[str, ...]
-    """Tests that failed, the first one first; or why there was no saying, in brackets."""
+    """Tests that failed, in order; or, in brackets, why there is no result."""
     seconds: float
-    """Of the processor, within the tests that ran."""
+    """CPU seconds of the tests that ran."""
     tests: int
-    """How many could have caught it."""
+    """Number of tests that could have caught it."""
 
 
 class Selected:
-    """A plugin for pytest: the given tests alone, the cheapest files first."""
+    """A pytest plugin: runs only the given tests, cheapest files first."""
 
     def __init__(self, tests: Sequence[str], costs: Mapping[str, float], limit_s: float) -> None:
         self.tests, self.costs, self.limit_s = frozenset(tests), costs, limit_s
@@ -123,7 +123,7 @@ class Selected:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         selected = [item for item in items if item.nodeid in self.tests]
-        # whole files one after the other, or fixtures of a file would be set up again and again
+        # whole files one after the other, so that a file's fixtures are set up only once
         cost: dict[str, float] = defaultdict(float)
         for item in selected:
             cost[item.nodeid.split("::")[0]] += self.costs.get(item.nodeid, 1.0)
@@ -148,7 +148,7 @@ class Selected:
 
 
 def preload() -> None:
-    """Import what every test file imports and no fault changes, so that a forked child need not."""
+    """Import what every test file imports and no fault changes, so that a forked child does not have to."""
     os.environ["TRITON_INTERPRET"] = "1"
     for name in ("torch", "transformers", "hypothesis", "pytest", "numpy", "pydantic", "datasets", "fastapi", "scipy"):
         importlib.import_module(name)
@@ -158,9 +158,9 @@ def preload() -> None:
 def run_tests(
     copy: Path, tests: Sequence[str], costs: Mapping[str, float], limit_s: float, stops: bool = True
 ) -> Trial:
-    """Run the tests of the copy in a forked child; where it `stops`, up to the first that fails.
+    """Run the tests of the copy in a forked child; if `stops`, until the first failure.
 
-    A fault that makes them hang is caught: after `limit_s` seconds and a half of the clock the child is killed.
+    Also catches a fault that makes the tests hang: the child is killed after 1.5 × `limit_s` of wall-clock time.
     """
     if not tests:
         return Trial((), 0.0, 0)
@@ -201,7 +201,7 @@ def _be_tested(copy: Path, plugin: Selected, stops: bool, writing: int) -> NoRet
 
 
 class Bench:
-    """A process's copy of the repository, in which one change after the other is planted, tried and taken back."""
+    """A process's copy of the repository, in which changes are planted, tried and reverted one at a time."""
 
     def __init__(self, root: Path) -> None:
         preload()
@@ -214,7 +214,7 @@ class Bench:
                 shutil.copy2(root / part, self.copy / part)
 
     def _remove(self, process: int) -> None:
-        """Tests may run the exit functions of a forked child."""
+        """A forked child may run this exit function too, so only the owner deletes the copy."""
         if os.getpid() == process:
             shutil.rmtree(self.copy, ignore_errors=True)
 
@@ -231,7 +231,8 @@ class Bench:
                 self._write(path, text)
 
     def _write(self, path: Path, text: str) -> None:
-        """Bytecode is taken for current by seconds and size, so it goes with the text it was made of."""
+        """Bytecode counts as current if its source's mtime in seconds and size match, so it is deleted with every
+        write."""
         (self.copy / path).write_text(text)
         for bytecode in (self.copy / path.parent / "__pycache__").glob(f"{path.stem}.*"):
             bytecode.unlink()

@@ -1,5 +1,5 @@
-"""Write outrider/__init__.pyi: the public names, and `load_drafter` with the settings of every kind, which editors
-complete.
+"""Write outrider/__init__.pyi: the public names, and `load_drafter` with the settings of every kind, so that editors
+can complete them.
 
 $ python scripts/public_stub.py
 """
@@ -31,11 +31,11 @@ COMMON = ["device: str | torch.device | None = None", "quantize: str | None = No
 """Settings of `load_drafter` itself."""
 OF_ALL = ("kind", "device", "quantize")
 PLAIN = (bool, int, float, str, tuple, type(None))
-"""Types of defaults that are written out."""
+"""Types whose defaults are written out."""
 
 
 def type_text(annotation: Any) -> str:
-    """What may be given for a setting: a sequence for a tuple, a mapping for a config of its own."""
+    """The type accepted for a setting: a sequence for a tuple, a mapping for a nested config."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_text(args[0])
@@ -55,14 +55,14 @@ def type_text(annotation: Any) -> str:
 
 
 def settings_of(kind: str) -> list[str]:
-    """Every setting of a kind that is not `load_drafter`'s own, with its type and default."""
+    """Every setting of a kind that is not one of `load_drafter` itself, with its type and default."""
     fields = {name: field for name, field in find(kind).Config.model_fields.items() if name not in OF_ALL}
     plain = {name: repr(field.default) for name, field in fields.items() if isinstance(field.default, PLAIN)}
     return [f"{name}: {type_text(field.annotation)} = {plain.get(name, '...')}" for name, field in fields.items()]
 
 
 def overload(kind: str, settings: Sequence[str]) -> str:
-    """The signature for one kind, filled to lines that break between settings alone."""
+    """The signature for one kind, filled to full lines that break only between settings."""
     given = [f"kind_or_path: {kind}", "target: Target", "*", *COMMON, *settings]
     lines = textwrap.wrap(" ".join(f"{each},".replace(" ", "\0") for each in given), 116, break_long_words=False)
     whole = ["@overload", "def load_drafter(", *(f"    {line}" for line in lines), ") -> Drafter: ...\n"]

@@ -2,8 +2,8 @@
 
 python scripts/recording.py FOLDER [options of pytest]    runs the tests under coverage and writes both into FOLDER
 
-`Recording` reads them again.  Seconds are of the processor, of child processes too, so that they mean the same beside
-other work.
+`Recording` reads the files back.  Times are CPU seconds, including child processes, so that other work on the machine
+does not change them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ parallel = true
 context = ${{PYTEST_CURRENT_TEST-}}
 disable_warnings = no-data-collected,module-not-measured,module-not-imported,already-imported
 """
-"""Child processes of a test inherit its name by pytest's own variable."""
+"""Child processes inherit the name of their test through pytest's own environment variable."""
 
 
 class Recording:
@@ -47,7 +47,7 @@ class Recording:
     def tests_of(self) -> dict[str, dict[int, set[str]]]:
         """For each file of the package, relative to the root: the tests that run each of its lines; "" is an import.
 
-        What a fixture runs for several tests counts for all tests of the file.
+        Lines run by a fixture of several tests count for all tests of the file.
         """
         import sqlite3
 
@@ -72,7 +72,7 @@ class Recording:
         return lines
 
     def covering(self, path: Path, lines: Iterable[int]) -> list[str]:
-        """Tests that run one of the lines; where those run on import alone, the tests that run anything of the file."""
+        """Tests that run one of the lines; if they only run on import, the tests that run anything in the file."""
         of_file = self.tests_of.get(path.as_posix(), {})
         tests = set().union(*(of_file.get(line, set()) for line in lines)) & self.costs.keys()
         if not tests:
@@ -91,7 +91,7 @@ def processor_seconds() -> float:
 
 
 class Recorder:
-    """The plugin: a line of JSON for each test, and the test's name to coverage where that is on."""
+    """The plugin: writes a line of JSON per test, and passes the test's name to coverage if that is on."""
 
     def __init__(self, folder: Path) -> None:
         self.file = (folder / f"costs-{os.getpid()}.jsonl").open("a")

@@ -1,6 +1,6 @@
-"""Pictures of the report page, to look at: `python scripts/screenshots.py [REPORT] [--out runs/screenshots]`.
+"""Screenshots of the report page, for visual checks: `python scripts/screenshots.py [REPORT] [--out runs/screenshots]`.
 
-REPORT is a report.json or its folder; without one the page is of made-up numbers that fill every part.  Needs Chromium
+REPORT is a report.json or its folder; without it, the page shows made-up numbers that fill every part.  Needs Chromium
 and Playwright's Python package.
 """
 

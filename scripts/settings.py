@@ -1,5 +1,4 @@
-"""Write the schema of run files (outrider/runs/schema.json) and the page of settings (docs/settings.md) from the
-Configs.
+"""Write the schema of run files (outrider/runs/schema.json) and the settings page (docs/settings.md) from the Configs.
 
 python scripts/settings.py
 """

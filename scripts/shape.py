@@ -1,10 +1,10 @@
 """The shape of the package: code lines by package, the largest files, the longest functions, imports inside functions.
 
 $ python scripts/shape.py           # a report
-$ python scripts/shape.py --check   # fails where a package has grown beyond scripts/sizes.toml
-$ python scripts/shape.py --write   # writes the table anew; the diff says what grew, and the commit why
+$ python scripts/shape.py --check   # fails if a package has grown beyond scripts/sizes.toml
+$ python scripts/shape.py --write   # rewrites the table; the diff says what grew, and the commit why
 
-Code lines are those with code on them: no blanks, comments or docstrings.
+Code lines are lines with code on them: blanks, comments and docstrings are not counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "outrider"
 SIZES = Path(__file__).with_name("sizes.toml")
 TOP_LEVEL = "top-level modules"
 MOST = 5
-"""Files and functions that are named."""
+"""Number of files and functions listed."""
 SLACK = 20
 """Code lines that a package may grow by before the table must be raised."""
 SILENT = {
@@ -61,7 +61,7 @@ def by_package(lines: dict[Path, int]) -> Counter[str]:
 
 
 def check(packages: Counter[str]) -> int:
-    """The exit code: 1 where a package is larger than the table allows, or is not in it."""
+    """The exit code: 1 if a package is larger than the table allows, or is missing from it."""
     sizes = tomllib.loads(SIZES.read_text())
     grown = [
         f"{package} has {count:,} code lines, and scripts/sizes.toml allows {sizes.get(package, 0):,}"

@@ -1,4 +1,4 @@
-"""mkdocs' hooks: pages that are written while the site is built, and links that lead to them (see site_pages.py)."""
+"""mkdocs hooks: pages that are generated while the site is built, and links to them (see site_pages.py)."""
 
 from __future__ import annotations
 

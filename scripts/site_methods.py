@@ -1,6 +1,6 @@
-"""Pages of the site for each kind of drafter, written from its file's docstring, its settings and the results.
+"""The site's page for each kind of drafter, generated from its file's docstring, its settings and the results.
 
-Reads text alone: no drafter is imported, so that the site is built without torch.
+Only reads text: no drafter is imported, so the site can be built without torch.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS, RECIPES = ROOT / "benchmarks", ROOT / "recipes"
 RETRIEVAL = (("new", "new text"), ("seen", "text like earlier text"), ("edit", "edits"))
 LEGEND = re.compile(r"[A-Z] (live )?(slots|drafted)")
-"""Begins the paragraph of a docstring that names letters of shapes."""
+"""Starts the paragraph of a docstring that defines the letters of shapes."""
 
 
 class Method(NamedTuple):
-    """What the docstring of a drafter's file says."""
+    """The contents of the docstring of a drafter's file."""
 
     kind: str
     idea: str
     body: list[str]
     differs: str
-    """What differs from the paper; may be empty."""
+    """How it differs from the paper; may be empty."""
     take: str
     """When to use it."""
 
 
 @cache
 def places() -> dict[str, str]:
-    """Where each drafter's code is in the package, by its kind; the site is built without the package's libraries."""
+    """Where each drafter's code is in the package, by kind; the site is built without the package's dependencies."""
     root, found = ROOT / "outrider", {}
     for file in [*root.glob("drafters/*"), *root.glob("lab/drafters/*")]:
         own = file / "__init__.py" if file.is_dir() else file
@@ -52,7 +52,7 @@ def kinds() -> list[str]:
 
 
 def method(kind: str) -> Method:
-    """The parts of a docstring.  Raises ValueError if it does not say when to use the drafter."""
+    """Parse a docstring.  Raises ValueError if it does not say when to use the drafter."""
     text = ast.get_docstring(ast.parse((ROOT / "outrider" / places()[kind]).read_text(encoding="utf-8"))) or ""
     idea, *rest = [part for part in text.split("\n\n") if not LEGEND.match(part)]
     body, differs, take = [], "", ""
@@ -73,13 +73,13 @@ def method(kind: str) -> Method:
 
 
 def pages() -> dict[str, str]:
-    """The Markdown of each page by its place in the site."""
+    """The Markdown of each page by its path in the site."""
     found = [method(kind) for kind in kinds()]
     return {"methods/index.md": overview(found)} | {f"methods/{one.kind}.md": page(one) for one in found}
 
 
 def overview(found: Sequence[Method]) -> str:
-    """All kinds, in a table of those that train, one of those that do not, and one of those measured otherwise."""
+    """All kinds, in one table of those that train, one of those that do not, and one of those measured separately."""
     learnt, untrained, others = [], [], []
     for one in found:
         after, plain = [own_row(one.kind, column) for column in ("minutes", "steps")], untrained_rows(one.kind)
@@ -134,7 +134,7 @@ def page(one: Method) -> str:
 
 
 def inline(text: str) -> str:
-    """A paragraph of a docstring as Markdown: papers are linked, and nothing else is markup but code."""
+    """A paragraph of a docstring as Markdown: papers are linked, and code is the only other markup."""
     text = " ".join(text.split())
     parts = re.split(r"(`[^`]*`)", text)
     for at in range(0, len(parts), 2):
@@ -150,7 +150,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def settings(kind: str) -> str:
-    """The section of a kind on the page of settings, without its heading."""
+    """The section of a kind on the settings page, without its heading."""
     text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     found = re.search(rf"^## drafter {re.escape(kind)}\n+(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     if found is None:
@@ -170,7 +170,7 @@ def result(name: str) -> Any:
 
 @cache
 def benchmarked() -> dict[str, str]:
-    """The kind of each method of benchmarks/methods.py, from the recipe that it names."""
+    """The kind of each method of benchmarks/methods.py, from the recipe it names."""
     tree = ast.parse((BENCHMARKS / "methods.py").read_text(encoding="utf-8"))
     [told] = [
         node.value for node in tree.body
@@ -192,7 +192,7 @@ def trained_rows(kind: str) -> list[dict[str, Any]]:
 
 
 def untrained_rows(kind: str) -> dict[str, dict[str, Any]]:
-    """Rows of benchmarks/retrieval.py of a kind: by name, then by task."""
+    """Rows of benchmarks/retrieval.py for a kind: by name, then by task."""
     found: dict[str, dict[str, Any]] = {}
     for row in result("retrieval")["rows"]:
         if re.match(rf"{re.escape(kind)}(?![\w])", row["name"]) and kind not in benchmarked().values():
@@ -201,7 +201,7 @@ def untrained_rows(kind: str) -> dict[str, dict[str, Any]]:
 
 
 def own_row(kind: str, column: str) -> dict[str, Any] | None:
-    """The row that has the kind's own name."""
+    """The row named after the kind itself."""
     return next((row for row in trained_rows(kind) if (row["method"], row["column"]) == (kind, column)), None)
 
 
@@ -240,7 +240,7 @@ def _untrained(kind: str) -> Iterator[str]:
 
 
 def papers_of(kind: str) -> list[str]:
-    """What papers claim of a kind, and what holds here."""
+    """What papers claim about a kind, and what was measured here."""
     said = []
     for paper in yaml.safe_load(PAPERS.read_text(encoding="utf-8")):
         if any(place.split(" ")[0] == places()[kind] for place in paper["lives"]):
@@ -253,14 +253,14 @@ def papers_of(kind: str) -> list[str]:
 
 
 class _Results(dict[str, Any]):
-    """Results by the names of their files, each read when it is asked for."""
+    """Results by file name, each loaded on first use."""
 
     def __missing__(self, name: str) -> Any:
         return result(name)
 
 
 def mentioned(kind: str) -> list[str]:
-    """Pages of results that name a kind as code or as a link; the ones of all kinds are named elsewhere."""
+    """Result pages that mention a kind as code or as a link; pages about all kinds are listed elsewhere."""
     pages = sorted((BENCHMARKS / "pages").glob("*.md"))
     return [
         path.stem for path in pages

