@@ -1,17 +1,19 @@
-"""How far the logits of every fast path are from float64 over the same stored values, beside what transformers loses.
+"""How far the logits of every fast path are from float64 with the same stored values, compared with transformers' own
+error.
 
     python benchmarks/accuracy.py [--target smollm2] [--contexts 16,64,256,1000,2000,4000] [--dtypes float32,bfloat16]
                                   [--out FILE]
 
-The text is this repository's own documentation.  Reference: transformers' model in float64, its norms and softmax too,
-in one pass over the whole text.  Each path reads the first n tokens as a prompt, then verifies the next 32 in one pass,
-whose logits are compared; steps: it takes the first 16 of these one by one.  transformers: its own pass over the whole
-text in the same type.  A path holds if its root mean square is at most 1.5 times transformers', and its largest
-difference at most 3 times, at every context.
+The text is this repository's own documentation.  Reference: transformers' model in float64, including its norms and
+softmax, in one pass over the whole text.  Each path reads the first n tokens as a prompt, then verifies the next 32 in
+one pass, whose logits are compared; `steps`: it takes the first 16 of these one by one.  `transformers`: its own pass
+over the whole text in the same dtype.  A path passes if, at every context, its root mean square error is at most 1.5
+times transformers', and its largest difference at most 3 times.
 
-Rows: `plain` (our packed products), `compiled`, `compiled prompt` (the prompt was read by the package too); `block`, a
-dflash drafter of two layers with random weights on the target's states of 100 tokens, plain and compiled, beside its
-modules without our products; and `gpu kernels`, which Triton interprets, over two layers and 64 tokens.
+Rows: `plain` (our packed products), `compiled`, `compiled prompt` (the prompt was read by the compiled package too);
+`block`, a dflash drafter of two layers with random weights on the target's states of 100 tokens, plain and compiled,
+compared with its modules without our products; and `gpu kernels`, run by Triton's interpreter, over two layers and 64
+tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which others do
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which other modules do
 
 import torch
 from batch_time import write
@@ -83,7 +85,7 @@ def text(target: Any, count: int) -> Tensor:
 
 @contextmanager
 def whole_float64() -> Iterator[None]:
-    """transformers' families compute norms and softmax in what they call float32: make it float64."""
+    """transformers' families hard-code float32 for norms and softmax: make it float64."""
     with mock.patch.object(torch, "float32", torch.float64):
         yield
 
@@ -143,7 +145,7 @@ def block(name: str, compile: bool) -> list[dict[str, Any]]:
 @torch.inference_mode()
 def gpu_kernels(name: str, context: int = 64, layers: int = 2) -> list[dict[str, Any]]:
     """A pass by our Triton kernels."""
-    from outrider.fast.gpu.kernel_pass import GpuPass  # Triton reads how it runs when it is imported
+    from outrider.fast.gpu.kernel_pass import GpuPass  # Triton reads this setting on import
 
     whole: Any = load_target(name, dtype="float32", compile=False)
     model = copy.deepcopy(whole.model)
@@ -170,7 +172,7 @@ def chain(target: Any, cache: Any, tokens: Tensor) -> Tensor:
 
 
 def steps(target: Any, cache: Any, tokens: Tensor) -> Tensor:
-    """Logits [STEPS, V], one token a pass."""
+    """Logits [STEPS, V], one token per pass."""
     found = []
     for n in range(STEPS):
         found.append(target.verify(cache, [0], tokens[:, n], Draft.empty(1, tokens.device)).logits[0, 0])
@@ -181,7 +183,7 @@ def steps(target: Any, cache: Any, tokens: Tensor) -> Tensor:
 def row(
     path: str, dtype: str, context: int, found: Tensor, wanted: Tensor, base: Tensor | None = None
 ) -> dict[str, Any]:
-    """base: transformers' own logits of the same tokens, with whose loss this one's is compared."""
+    """base: transformers' own logits of the same tokens, whose error is the yardstick."""
     loss = Loss.between([(found, wanted)])
     made: dict[str, Any] = {"path": path, "dtype": dtype, "context": context, **loss._asdict()}
     return made if base is None else of_losses(path, dtype, context, loss, Loss.between([(base, wanted)]))

@@ -1,4 +1,5 @@
-"""What the serving benchmarks share: the demo's parties, compiled, and the time of a batch in parts."""
+"""Shared by the serving benchmarks: the demo's target and drafters, compiled, and the time of a batch, split into
+parts."""
 
 from __future__ import annotations
 
@@ -33,27 +34,27 @@ from outrider.targets.hf.transformers import TransformersTarget
 
 RUNS = Path(__file__).resolve().parent.parent / "runs"
 CHECKPOINTS = {"demo": RUNS / "demo-small" / "checkpoint", "smollm2": RUNS / "demo" / "checkpoint"}
-"""By target: the drafter of the last `make demo`, for the small one where there was no package index, or by
-`outrider run recipes/demo.yaml name=demo-small`."""
+"""By target: the drafter of the last `make demo`.  The small target's is trained by `make demo` without a package
+index, or by `outrider run recipes/demo.yaml name=demo-small`."""
 CHECKPOINT = CHECKPOINTS["demo"]
 
 
 @dataclass
 class Served:
-    """Steps of a batch, prefill left out.  Seconds."""
+    """Steps of a batch, without prefill.  Times in seconds."""
 
     tokens: int = 0
     steps: int = 0
     seconds: float = 0.0
     model: float = 0.0
-    """Within calls into the models, or the graphs that stand for them."""
+    """Within calls into the models, or the graphs that replace them."""
 
     def __add__(self, other: Served) -> Served:
         return Served(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
     @property
     def overhead(self) -> float:
-        """Share of a step that is not the models'."""
+        """Share of a step spent outside the models."""
         return 1 - self.model / self.seconds
 
     def says(self) -> dict[str, float]:
@@ -69,7 +70,7 @@ def serve(
     target: TransformersTarget, prompts: Sequence[list[int]], new: int, drafter: Drafter | None = None,
     policy: Policy | None = None, slots: int = 1, sampling: Sampling | None = None,
 ) -> tuple[Served, list[list[int]]]:  # fmt: skip
-    """Continue all prompts by `new` tokens each, whatever ends there, over so many slots."""
+    """Continue all prompts by `new` tokens each, ignoring ends of text, over this many slots."""
     found, texts = Served(), [[] for _ in prompts]
     state = generation.batch(target, min(slots, len(prompts)), ends=frozenset())
     requests = [Request(prompt, new, sampling or Sampling()) for prompt in prompts]
@@ -90,7 +91,7 @@ def serve_in_one_call(
     target: TransformersTarget, prompts: Sequence[list[int]], new: int, drafter: Drafter | None = None, slots: int = 1,
     sampling: Sampling | None = None,
 ) -> tuple[Served, list[list[int]]]:  # fmt: skip
-    """As `serve`, by steps that are one call each, whose time in the package is the model's."""
+    """As `serve`, by steps that are one call each, whose time in the package counts as the model's."""
     seconds, real = [0.0], StepPackage.launch
 
     def launch(package: StepPackage, *given: Any) -> list[list[int]]:
@@ -108,8 +109,8 @@ def serve_in_one_call(
 def parties(
     names: Sequence[str], compiled: bool = True, name: str = "demo"
 ) -> tuple[TransformersTarget, dict[str, Drafter]]:  # fmt: skip
-    """A target, the small one unless named, and drafters by name; `dspark` is the checkpoint that was trained last for
-    it.  Compiled where asked for."""
+    """A target, the small one by default, and drafters by name; `dspark` is the checkpoint last trained for it.
+    Compiled on request."""
     target, checkpoint = load_target(name, compile=False), CHECKPOINTS[name]
     drafters: dict[str, Drafter] = {}
     for name in names:
@@ -130,7 +131,7 @@ def parties(
 
 
 def prompts_of(target: TransformersTarget, count: int) -> list[list[int]]:
-    """Prompts that no drafter was trained on: for SmolLM2 our held-out instructions, again where there are too few; for
+    """Prompts that no drafter was trained on: for SmolLM2 our held-out instructions, repeated if there are too few; for
     others pieces of modules that the small target was not trained on either."""
     if target.spec.name == "smollm2":
         asked = itertools.islice(itertools.cycle(instructions("held_out", 0)), count)
@@ -139,7 +140,7 @@ def prompts_of(target: TransformersTarget, count: int) -> list[list[int]]:
 
 
 def write(found: dict[str, Any], out: Path | None) -> None:
-    """Print the result with what it was measured on, and keep it where asked."""
+    """Print the result with its provenance, and save it if requested."""
     found = {
         "command": command(),
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -159,5 +160,5 @@ def write(found: dict[str, Any], out: Path | None) -> None:
 
 
 def promise(what: str, least: float, found: float) -> dict[str, Any]:
-    """One line of a benchmark's `promises`, for what should be at least so much."""
+    """One line of a benchmark's `promises`, for a value that should be at least this large."""
     return {"promise": what, "wanted": least, "found": found, "holds": found >= least}

@@ -1,26 +1,28 @@
-"""Text and weights where Outrider borders on transformers: equal to transformers' own, or refused by name.
+"""Text and weights at the boundary to transformers: identical to transformers' own, or refused by name.
 
     python benchmarks/borders.py [--texts 50000] [--parts text,weights] [--seed 0] [--no-compile] [--out FILE]
 
-Text: twelve tokenizers of different make, each saved, loaded with a tiny model, and compared with transformers' own
+Text: twelve tokenizers of different kinds, each saved, loaded with a tiny model, and compared with transformers' own
 `decode`, `tokenizer(text)` and `apply_chat_template` over random texts.
 
 - `streamed`: tokens pushed in random pieces, the pieces joined.
-- `continued`: what a text adds to its prompt's.  Not promised, and counted so, where the text changes the prompt's own.
-- `stopped`: strings and special tokens that end a text, with and without a prompt, beside a search in all text so far.
-- `encoded`: a string prompt; `chats`: messages, as such and as text that the template has rendered; `unembedded`: text
-  with a token that the model has no embedding for, which must be refused by name.
+- `continued`: what a text adds to its prompt's. If the text changes the prompt's own, nothing is promised, and the case
+  is counted as such.
+- `stopped`: strings and special tokens that end a text, with and without a prompt, compared with a search in all text
+  so far.
+- `encoded`: a string prompt; `chats`: messages, as such and as text rendered by the template; `unembedded`: text with a
+  token that the model has no embedding for, which must be refused by name.
 - `generated`: `generate` and `stream` of the model itself, a few for each tokenizer.
 
-Weights: many ways to change them after loading, before the first text or between two; and before loading, where a
-model of the same shape was compiled already.  The same change to a copy that Outrider never saw gives the reference:
-its greedy `generate`, and its logits after a prompt.  Where texts part, it is a tie if the two logits in float64 are
-nearer than the number type is off.  With a `dflash` drafter, drafts must also be those of a drafter and a target that
-were loaded with the changed weights.  The same is required of drafters whose own weights change, and their texts must
-not change at all.  `invisible` ways change no logit or draft: their equality shows nothing.
+Weights: many ways to change them after loading, before the first text or between two texts; and before loading, when a
+model of the same shape was already compiled.  The same change to a copy that Outrider never saw gives the reference:
+its greedy `generate`, and its logits after a prompt.  Where texts diverge, it is a tie if the two logits in float64 are
+closer than the rounding error of the dtype.  With a `dflash` drafter, drafts must also equal those of a drafter and a
+target loaded with the changed weights.  The same is required of drafters whose own weights change, and their texts must
+not change at all.  `invisible` changes affect no logit or draft: their equality shows nothing.
 
-Compiled steps are built once (about a minute) and kept in Outrider's cache.  Prints JSON; exits with 1 where anything
-is wrong.
+Compiled steps are built once (about a minute) and kept in Outrider's cache.  Prints JSON; exits with 1 if anything is
+wrong.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ with suppress(ImportError):
     import peft
 
 EXAMPLES = 3
-"""Wrong texts that are shown for each tokenizer and check."""
+"""Wrong texts shown per tokenizer and check."""
 
 
 def main() -> int:
@@ -82,7 +84,7 @@ def main() -> int:
     torch.set_num_threads(1)
     disable_progress_bar()
     warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)  # what is refused or stays plain is counted here
+    logging.disable(logging.WARNING)  # refusals and fallbacks to plain are counted here
     left_out: dict[str, str] = {}
     results: dict[str, Any] = {}
     if "text" in options.parts:
@@ -114,11 +116,11 @@ NAMELESS = 3
 """Rows of the embedding without a token."""
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = 400
-"""Pieces that a tokenizer learns from the documentation."""
+"""Number of pieces that a tokenizer learns from the documentation."""
 
 
 class Make(NamedTuple):
-    """A tokenizer, and what its template and its post-processor write."""
+    """A tokenizer, and the tokens added by its template and its post-processor."""
 
     raw: Tokenizer
     template_begins: str = ""
@@ -135,7 +137,7 @@ def lines() -> list[str]:
 
 
 def learned(kind: Any, trainer: Any, pre_tokenizer: Any, **options: Any) -> dict[str, Any]:
-    """The state of a model that was trained on the documentation."""
+    """The state of a tokenizer model trained on the documentation."""
     raw = Tokenizer(kind())
     raw.pre_tokenizer = pre_tokenizer
     raw.train_from_iterator(lines(), trainer(vocab_size=WORDS, show_progress=False, **options))
@@ -247,7 +249,7 @@ def finished(make: Make) -> PreTrainedTokenizerFast:
 
 CHECKS = ("streamed", "continued", "stopped", "encoded", "chats", "unembedded", "generated")
 GENERATED = 12
-"""Texts that the model itself writes for each tokenizer."""
+"""Texts generated by the model itself per tokenizer."""
 CHARACTERS = (
     " ", "  ", "\n", "\t", "\r\n", "中", "文", "🙂", "👩\u200d👧", "e\u0301", "é", "ﬃ", "\u00a0", "\ufffd", "▁", "##a",
     "<0x41>", "'s", " n't", " .", " '", "'", ".", "A", "\x00", "\u202e", "ا", "ไ", "🏳", "\ufe0f",
@@ -256,7 +258,7 @@ CHARACTERS = (
 
 @dataclass
 class Tally:
-    """How many of some cases were equal, refused, wrong, or not promised anything."""
+    """How many of some cases were equal, refused, wrong, or not covered by a promise."""
 
     counts: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
@@ -267,7 +269,7 @@ class Tally:
 
 @dataclass
 class Party:
-    """A tokenizer beside transformers' own copy of it, with a target that uses it."""
+    """A tokenizer and transformers' own copy of it, with a target that uses it."""
 
     make: Make
     tokenizer: Any
@@ -279,7 +281,7 @@ class Party:
     examples: list[dict[str, Any]] = field(default_factory=list)
 
     def judge(self, check: str, expected: Any, got: Any, **case: Any) -> None:
-        """Note a case; `got` is an OutriderError where it was refused, and so may `expected` be."""
+        """Record a case; `got` is an OutriderError if it was refused, and so may `expected` be."""
         counts = self.tallies[check].counts
         if isinstance(got, OutriderError) and isinstance(expected, Exception):
             counts["refused"] += 1
@@ -299,7 +301,7 @@ class Party:
         return {token: each.content for token, each in added.items() if each.special}
 
     def string(self, most: int = 10) -> str:
-        """Random text that no name of a first token begins."""
+        """Random text that does not start with the name of a first token."""
         draw = self.draw
         names = [*SPECIAL, *(each.content for each in ADDED)]
         parts = [
@@ -359,7 +361,7 @@ def measure_text(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def loaded(make: Make, draw: random.Random) -> Party:
-    """The tokenizer saved beside a tiny model, and both loaded as a user does it."""
+    """The tokenizer saved with a tiny model, and both loaded the way a user does."""
     tokenizer = finished(make)
     targets = []
     with tempfile.TemporaryDirectory() as folder:
@@ -371,7 +373,7 @@ def loaded(make: Make, draw: random.Random) -> Party:
 
 
 def attempt(call: Callable[..., Any], *arguments: Any) -> Any:
-    """What a call returns, or the error that it raises."""
+    """The return value of a call, or the error it raises."""
     try:
         return call(*arguments)
     except Exception as error:
@@ -396,19 +398,20 @@ def check_streamed(party: Party) -> None:
 
 
 def prompt_of(party: Party) -> tuple[list[int], str]:
-    """A random prompt, and its text as far as a continuation leaves it: half a character at its end is open."""
+    """A random prompt, and the part of its text that a continuation can't change: half a character at its end is
+    open."""
     prompt = party.ids(12) if party.draw.random() < 0.5 else party.spelled(party.string(6))
     return prompt, party.decode(prompt).removesuffix("\ufffd")
 
 
 def ends_in_bytes(party: Party, prompt: Sequence[int]) -> bool:
-    """Whether a run of byte tokens ends it, which text that follows may turn into other text."""
+    """Whether it ends in a run of byte tokens, which following text may turn into different text."""
     tokens = [token for token in prompt if token not in party.target.detokenizer.skipped]
     return bool(tokens) and tokens[-1] in party.target.detokenizer.byte_tokens
 
 
 def added(party: Party, shown: str, prompt: Sequence[int], tokens: Sequence[int]) -> str | None:
-    """What tokens add to a prompt's text; None where they change it, about which nothing is promised."""
+    """What tokens add to a prompt's text; None if they change it, about which nothing is promised."""
     if party.target.detokenizer.skipped.keys() >= set(tokens):
         return ""
     whole = party.decode([*prompt, *tokens])
@@ -447,7 +450,7 @@ def check_stopped(party: Party) -> None:
 
 
 def stops_of(party: Party, text: str) -> list[str]:
-    """Random stop strings: parts of the text, characters, added and special tokens, and those among other text."""
+    """Random stop strings: parts of the text, characters, added and special tokens, and those within other text."""
     draw, stops = party.draw, []
     for _ in range(draw.randint(1, 3)):
         at, begin = draw.random(), draw.randrange(max(1, len(text)))
@@ -464,13 +467,13 @@ def stops_of(party: Party, text: str) -> list[str]:
 def check_encoded(party: Party) -> None:
     text = party.string() if party.draw.random() > 0.002 else "a\ud800b"
     expected = attempt(lambda: party.tokenizer(text)["input_ids"])
-    if not text or expected == []:  # of no text transformers makes the first token alone
+    if not text or expected == []:  # for empty text transformers creates only the first token
         expected = ValueError("an empty prompt")
     party.judge("encoded", expected, attempt(party.target.encode, text), text=text)
 
 
 def check_chat(party: Party) -> None:
-    """Messages, and the template's text of them, which has the first tokens already where the template writes them."""
+    """Messages, and the template's text of them, which already has the first tokens if the template writes them."""
     roles = itertools.cycle(("user", "assistant"))
     messages = [{"role": role, "content": party.string(6)} for role, _ in zip(roles, range(3), strict=False)]
     messages = messages[: party.draw.choice((1, 3))]
@@ -483,7 +486,7 @@ def check_chat(party: Party) -> None:
 
 
 def check_unembedded(party: Party) -> None:
-    """A text with a token behind the embedding's last row; the message must name it."""
+    """A text with a token beyond the embedding's last row; the message must name it."""
     name = party.draw.choice(NEW)
     text = f"a {name} {party.string(4)}"
     given = party.draw.choice((text, [{"role": "user", "content": text}]))
@@ -493,7 +496,7 @@ def check_unembedded(party: Party) -> None:
 
 
 def check_generated(party: Party) -> None:
-    """Texts of the model itself: of a string, which they continue, and of a chat, which they answer."""
+    """Texts of the model itself: continuing a string, and answering a chat."""
     text, target = f"a {party.string(6)}b", party.target
     prompt = party.draw.choice((text, [{"role": "user", "content": text}]))
     [made] = generate(target, [prompt], max_new_tokens=16)
@@ -510,7 +513,7 @@ def check_generated(party: Party) -> None:
 # ── ways to change weights ────────────────────────────────────────────────────────────────────────────────────────────
 
 Way = Callable[[Any], Iterator[None]]
-"""Of a model: prepares it up to the first `yield`, changes it up to the second, which is kept open while texts are
+"""Takes a model: prepares it up to the first `yield`, changes it up to the second, and stays open while texts are
 compared."""
 DOWN, QUERY, NORM, BIAS, EMBEDDING, HEAD = (
     "model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight",
@@ -520,7 +523,7 @@ DOWN, QUERY, NORM, BIAS, EMBEDDING, HEAD = (
 
 
 def tiny_model(seed: int = 0, **overrides: object) -> LlamaForCausalLM:
-    """A random Llama with biases; equal seed and shape, equal weights."""
+    """A random Llama with biases; equal seed and shape give equal weights."""
     sizes = {
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "initializer_range": 0.2,
@@ -555,7 +558,7 @@ def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
 
 
 def averaged(model: nn.Module) -> dict[str, Tensor]:
-    """The mean of a model's weights and noisy ones; buffers as they are."""
+    """The mean of a model's weights and noisy ones; buffers are unchanged."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state = model.state_dict()
     return {name: value + noise(value) / 2 if name in names else value for name, value in state.items()}
@@ -639,7 +642,7 @@ def swap_tensors(model: nn.Module) -> None:
 
 
 def move_storage(model: nn.Module) -> None:
-    """The same values elsewhere, then other values there."""
+    """The same values in new storage, then other values there."""
     model.get_parameter(DOWN).data = data(model).clone()
     data(model).neg_()
 
@@ -754,7 +757,7 @@ OF_TIED: dict[str, Callable[[Any], object]] = {
     "tied weights untied": untie,
     "tied weights, one element": lambda model: data(model, HEAD)[-1].__setitem__(-1, 9.0),
 }
-"""Of a model whose head is its embedding."""
+"""For a model whose head is its embedding."""
 
 
 def way_of(change: Callable[[Any], object]) -> Way:
@@ -782,7 +785,7 @@ def adapted(model: Any, *names: str) -> Any:
 
 
 def with_adapters(change: Callable[[Any], object], *names: str) -> Way:
-    """A change of a PeftModel that was made before the target was loaded."""
+    """A change to a PeftModel that was created before the target was loaded."""
 
     def way(model: Any) -> Iterator[None]:
         wrapped = adapted(model, *names)
@@ -817,7 +820,7 @@ def unmerged(model: Any) -> Iterator[None]:
 
 
 def own_adapter(model: Any) -> Iterator[None]:
-    """transformers' own way to add one, then to take it out of use."""
+    """transformers' own way to add an adapter, then to disable it."""
     model.add_adapter(lora(), "default")
     yield
     model.disable_adapters()
@@ -867,11 +870,11 @@ def own_adapter_ways() -> dict[str, Way]:
 PROMPTS = ([5, 9, 2, 33, 7], [11, 63, 5, 40, 8, 8, 19, 1, 22], [3])
 TOKENS = 12
 CLOSE, TIMES = 1e-4, 8
-"""Logits may differ by so much of the largest, or by so many times what the number type loses."""
+"""Logits may differ by this share of the largest, or by this multiple of the dtype's rounding error."""
 
 
 class Setting(NamedTuple):
-    """Where ways are tried."""
+    """The setting in which changes are tried."""
 
     name: str
     dtype: torch.dtype
@@ -894,7 +897,7 @@ SETTINGS = (
 
 
 def packing(way: str) -> AbstractContextManager[Any]:
-    """Linear layers are packed in this way, whatever is fastest."""
+    """Linear layers are packed this way, whichever is fastest."""
     return mock.patch.object(prepacked, "_fastest", return_value=way)
 
 
@@ -930,7 +933,7 @@ def measure_weights(compiles: bool, left_out: dict[str, str]) -> dict[str, list[
 
 
 def why_not(setting: Setting, compiles: bool) -> str:
-    """Why ways can't be tried so here; "" where they can.  Compiles what the setting needs."""
+    """Why nothing can be tried in this setting; "" if it can.  Compiles what the setting needs."""
     if setting.packed not in prepacked.ways():
         return f"this machine has no {setting.packed}"
     if not setting.is_compiled:
@@ -962,7 +965,7 @@ def row_of(label: str, name: str, outcomes: dict[str, Outcome]) -> dict[str, Any
 
 
 def tried(way: Way, model: Any, setting: Setting) -> Outcome:
-    """One way on the model of a target, and on a copy that Outrider does not see."""
+    """One change to the model of a target, and to a copy that Outrider does not see."""
     model = model.to(setting.dtype)
     copied = copy.deepcopy(model)
     ours, theirs = way(model), way(copied)
@@ -995,7 +998,7 @@ def go_on(steps: Iterator[None]) -> None:
 
 
 def refuse_plain(setting: Setting, target: Any) -> None:
-    """Raises RuntimeError where a compiled step should be in use and is not; adapters keep steps plain."""
+    """Raises RuntimeError if a compiled step should be in use and is not; adapters keep steps plain."""
     if setting.is_compiled and target.step.graph is None and not has_adapters(target.model):
         raise RuntimeError("no compiled step was taken")
 
@@ -1024,7 +1027,7 @@ def reference(model: Any) -> list[list[int]]:
 
 
 def compared(target: Any, drafter: Drafter | None, copied: Any, before: Tensor) -> Outcome:
-    """A changed target beside the same model changed in the same way."""
+    """A changed target compared with the same model, changed in the same way."""
     with recorded(drafter) as drafts:
         made = texts(target, drafter)
     prompt = PROMPTS[0]
@@ -1047,7 +1050,8 @@ def compared(target: Any, drafter: Drafter | None, copied: Any, before: Tensor) 
 
 @torch.inference_mode()
 def margin_of(exact: Any, prompt: list[int], expected: list[int], got: list[int]) -> float:
-    """Between the logits of both tokens in float64 where a text parts from transformers' own; 0 where it does not."""
+    """Margin between the logits of both tokens in float64 where a text diverges from transformers' own; 0 if it does
+    not."""
     if expected == got:
         return 0.0
     if len(expected) != len(got):
@@ -1058,15 +1062,14 @@ def margin_of(exact: Any, prompt: list[int], expected: list[int], got: list[int]
 
 
 def other_drafts(drafts: list[list[int]], copied: Any) -> str:
-    """How drafts differ from those of a drafter and a target that were loaded with the changed weights; "" if they
-    don't."""
+    """How drafts differ from those of a drafter and a target loaded with the changed weights; "" if they don't."""
     target = load_target(copied, compile=False)
     expected = possible_drafts(target, draft_model("dflash", target).drafter())
     return "" if drafts in expected else f"drafts are not those of a target loaded with these weights: {drafts[:1]}"
 
 
 def possible_drafts(target: Any, drafter: Drafter) -> list[list[list[int]]]:
-    """Drafts from packed weights and from weights as they are: which of two near logits is larger may differ."""
+    """Drafts from packed and from unpacked weights: the order of two close logits may differ."""
     packed, _ = drafts_of(target, drafter)
     with prepacked.disabled():
         plain, _ = drafts_of(target, drafter)
@@ -1079,7 +1082,7 @@ SIZES = {
     "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32, "block": 4, "length": 3, "rank": 8,
     "gru": 8,
 }  # fmt: skip
-"""For the fields that a drafter's Config has."""
+"""Applied to the fields that a drafter's Config has."""
 KINDS: dict[str, dict[str, Any]] = {
     "small_model": {
         "new": {"layers": 2, "hidden": 16, "intermediate": 32, "heads": 2, "kv_heads": 1, "head_dim": 8, "tied": False}
@@ -1089,7 +1092,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def largest(model: nn.Module) -> tuple[str, nn.Parameter]:
-    """The drafter's own matrix of a hidden layer with the most values, and its name."""
+    """The drafter's own hidden-layer matrix with the most values, and its name."""
     named = [(name, weight) for name, weight in model.named_parameters() if weight.dim() == 2]
     return max(named, key=lambda pair: ("embed" not in pair[0] and "head" not in pair[0], pair[1].numel()))
 
@@ -1125,7 +1128,7 @@ DRAFTER_CHANGES: dict[str, Callable[[nn.Module], object]] = {
 
 
 def draft_model(kind: str, target: Any) -> Any:
-    """A random draft model; equal from call to call."""
+    """A random draft model; the same in every call."""
     module = drafters.find(kind)
     values = {key: value for key, value in SIZES.items() if key in module.Config.model_fields} | KINDS[kind]
     torch.manual_seed(1)
@@ -1138,14 +1141,14 @@ def draft_model(kind: str, target: Any) -> Any:
 
 
 def weights_of(drafter: Any) -> nn.Module:
-    """The module whose weights draft; a small model's drafter is around a target."""
+    """The module whose weights draft; a small model's drafter wraps a target."""
     model = drafter.model
     module: nn.Module = model if isinstance(model, nn.Module) else model.model
     return module
 
 
 class recorded(AbstractContextManager["list[list[int]]"]):
-    """Gives the tokens of all drafts that the drafter makes while this is open."""
+    """Collects the tokens of all drafts that the drafter makes while this is open."""
 
     def __init__(self, drafter: Drafter | None):
         self.drafter, self.drafts = drafter, []
@@ -1194,7 +1197,7 @@ def drafter_tried(
     target: Any, plain: list[list[int]], kind: str, change: Callable[[nn.Module], object], has_text_before: bool,
     is_compiled: bool,
 ) -> Outcome:  # fmt: skip
-    """One way on a drafter, beside a drafter that was made of the changed weights."""
+    """One change to a drafter, compared with a drafter created from the changed weights."""
     with packing("panels" if kernels.library() is not None else "plain"):
         drafter = draft_model(kind, target).drafter()
         model = weights_of(drafter)

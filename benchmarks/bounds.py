@@ -1,14 +1,15 @@
-"""Every drafter beside its bound, tokens per step x T(1) / (T(n) + T_draft), at temperatures 0 and 1, by turns.
+"""Every drafter compared with its bound, tokens per step x T(1) / (T(n) + T_draft), at temperatures 0 and 1,
+interleaved.
 
     python benchmarks/bounds.py [--only dspark,ngram] [--one-call dspark,medusa] [--temperatures 0,1]
                                 [--prompts 8] [--new 64] [--steps 60] [--out FILE]
 
-The demo target, compiled, one request at a time, `policy="fixed"`; prompts are left out of all times.  dspark and
-dflash are the checkpoints of the last `make demo`; other methods that train were trained for so many steps, on the same
-answers, which is enough to draft and too little to be compared.  T is time within the models' calls, from the same
-runs; `of_bound` is the measured speed-up over plain beside the bound.  `one call`: the same by steps that are one call
-each, over plain steps of that kind.  `set_by`: whether a verified pass is longer for its bytes or for its arithmetic,
-at the speeds that this run measures.
+The demo target, compiled, one request at a time, `policy="fixed"`; times exclude prompts. dspark and dflash are the
+checkpoints of the last `make demo`; other trained methods get `--steps` steps on the same answers, which is enough to
+draft but too little to compare them.  T is time within the models' calls, from the same runs; `of_bound` is the
+measured speed-up over plain relative to the bound.  `one call`: the same with steps that are one call each, over plain
+steps of that kind.  `set_by`: whether a verified pass takes longer for its bytes or for its arithmetic, at the speeds
+measured in this run.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.out = options.out and options.out.absolute()
-    os.chdir(ROOT)  # recipes name their answers from there
+    os.chdir(ROOT)  # recipes name their answers relative to this folder
     machine.set_up_process()
     names, one_call = options.only.split(","), set(options.one_call.split(","))
     target = load_target("demo", compile=False)
@@ -96,7 +97,7 @@ def main() -> None:
 
 
 def made(name: str, target: TransformersTarget, steps: int) -> Path | str:
-    """Its checkpoint, trained where none is there; its kind where nothing trains."""
+    """Its checkpoint, trained if there is none; its kind if it needs no training."""
     if name in UNTRAINED:
         return name
     if name in MADE:
@@ -112,7 +113,7 @@ def made(name: str, target: TransformersTarget, steps: int) -> Path | str:
 
 
 BENCH: dict[str, Bench] = {}
-"""Features are read once for all that train."""
+"""Features are computed once for all methods that train."""
 
 
 def compile_all(target: TransformersTarget, drafters: dict[str, Drafter]) -> None:
@@ -126,10 +127,10 @@ def compile_all(target: TransformersTarget, drafters: dict[str, Drafter]) -> Non
 
 @dataclass(frozen=True)
 class Floor:
-    """What the machine does at its best, in this run."""
+    """The best the machine achieves in this run."""
 
     stored_mb: float
-    """Of the target's linear layers."""
+    """Bytes of the target's linear layers."""
     read_gb_s: float
     peak_gflop_s: float
     mflop_a_row: float
@@ -152,7 +153,7 @@ class Floor:
 
 @dataclass
 class Cell:
-    """A drafter at a temperature, by steps of several calls or of one."""
+    """A drafter at a temperature, with steps of several calls or of one."""
 
     name: str
     drafter: Drafter | None

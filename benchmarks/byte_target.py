@@ -1,8 +1,8 @@
-"""A small target of bytes and patches, trained from nothing on the demo's text: `python benchmarks/byte_target.py`.
+"""A small target of bytes and patches, trained from scratch on the demo's text: `python benchmarks/byte_target.py`.
 
-Writes runs/demo-bytes/target, which loads as any other target (`outrider decode "import os" --target
-runs/demo-bytes/target`).  The text is the standard library's, without the modules that the demo holds out.  Says how
-long it will take after a few steps, and goes on from its last checkpoint when it was stopped.
+Writes runs/demo-bytes/target, which loads like any other target (`outrider decode "import os" --target
+runs/demo-bytes/target`).  The text is the standard library's, without the modules that the demo holds out.  Prints the
+expected duration after a few steps, and resumes from its last checkpoint if it was stopped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from outrider.training.optimizers import Optimizers, pack, unpack  # noqa: E402
 
 END, MASK = range(256, 258)
 EVERY = 50
-"""Steps from checkpoint to checkpoint."""
+"""Steps between checkpoints."""
 
 
 def main() -> None:
@@ -52,13 +52,13 @@ def main() -> None:
 
 
 def text_of(split: demo.Split) -> Tensor:
-    """All modules of a split as ids, an end after each."""
+    """All modules of a split as ids, each followed by an end token."""
     parts = [[*module.text.encode(), END] for module in demo.modules(split)]
     return torch.tensor([byte for part in parts for byte in part], dtype=torch.int16)
 
 
 def train(model: byte_model.ByteModel, options: argparse.Namespace) -> None:
-    """Cross entropy of the next byte, on windows that a step's number draws."""
+    """Cross entropy of the next byte, on windows chosen by the step number."""
     text, held_out = text_of("train"), text_of("held_out")
     share = float(patch_ends(held_out[: 2**16].long()[None], model.config.patch_size).double().mean())
     counts = {name: sum(w.numel() for w in part.parameters()) for name, part in parts_of(model).items()}
@@ -106,13 +106,13 @@ def next_byte(model: byte_model.ByteModel, rows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def bits(model: byte_model.ByteModel, text: Tensor, length: int) -> float:
-    """Bits per byte of 16 windows that lie evenly over a text."""
+    """Bits per byte over 16 windows spread evenly over a text."""
     starts = torch.linspace(0, len(text) - length - 1, 16).long()[:, None]
     return float(next_byte(model, text[starts + torch.arange(length + 1)].long())) / math.log(2)
 
 
 def patch_ends(ids: Tensor, size: int) -> Tensor:
-    """Which bytes [1, S] of a text end a patch, chunk by chunk: the mask of a long text would be large."""
+    """Which bytes [1, S] of a text end a patch, chunk by chunk, since the mask of a long text would be large."""
     found = []
     for part in ids.split(512, 1):
         positions = torch.arange(part.shape[1])[None]
@@ -124,7 +124,7 @@ def patch_ends(ids: Tensor, size: int) -> Tensor:
 
 
 def parts_of(model: byte_model.ByteModel) -> dict[str, torch.nn.Module]:
-    """The global model, and all that every byte goes through."""
+    """The global model, and the parts that every byte goes through."""
     trunk = model.model
     return {
         "global": trunk.global_model,

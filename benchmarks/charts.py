@@ -1,6 +1,6 @@
-"""The results as drawings: benchmarks/charts/*.svg, written by tables.py from the files of results/.
+"""The results as charts: benchmarks/charts/*.svg, written by tables.py from the files of results/.
 
-Drawn with the report page's own charts, at the width of a phone.  A drawing holds its colours for day and night.
+Drawn with the report page's own chart code, at the width of a phone.  Each chart contains its light and dark colours.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from outrider.report.page.charts import Axis, Line, Lines, Rows, hue, lines, sha
 
 HERE = Path(__file__).resolve().parent
 WIDTH = 380
-"""Of a drawing, in its own pixels: what a phone shows without making it smaller."""
+"""Width of a chart in its own pixels: a phone shows it without shrinking it."""
 KINDS = ("mtp", "eagle", "dspark", "domino", "dflash", "eagle3", "medusa")
-"""Those whose acceptance is drawn by depth; one colour each."""
+"""Methods whose acceptance is drawn by depth; one colour each."""
 CLASSES = ("name", "axis", "value-small", "reference", "reference-text", "line", "mark", "end", "leader", "bar")
-"""Those of the style sheet that these drawings have."""
+"""Variables of the style sheet that these charts use."""
 ENGINES = ("outrider", "llama.cpp", "OpenVINO", "vLLM", "transformers")
 
 
@@ -33,11 +33,11 @@ class Bar(NamedTuple):
     value: float
     colour: int | None = 0
     ends: tuple[float, float] | None = None
-    """Where its spread begins and ends."""
+    """Start and end of its spread."""
 
 
 def charts(found: Mapping[str, Any]) -> dict[str, str]:
-    """SVG of each drawing by its name.  found: the results by the names of their files."""
+    """SVG of each chart by name.  found: the results by file name."""
     drawn = {
         "methods": methods(found["methods"]),
         "depth": depth(found["methods"]),
@@ -49,7 +49,7 @@ def charts(found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def methods(found: Mapping[str, Any]) -> Rows:
-    """Tokens per step of every kind that trains, after the same minutes."""
+    """Tokens per step of every trained kind, after the same minutes."""
     rows = [row for row in found["rows"] if row["column"] == "minutes" and "," not in row["method"]]
     sides = sorted(
         ((row["method"], row["temperature_0"]) for row in rows if row["method"] != "tenth"),
@@ -63,7 +63,7 @@ def methods(found: Mapping[str, Any]) -> Rows:
 
 
 def untrained(found: Mapping[str, Any]) -> Rows:
-    """Speed-ups of the drafters without training, on new text."""
+    """Speed-ups of the drafters that need no training, on new text."""
     named = [row for row in found["rows"] if row["task"] == "new" and "dspark" not in row["name"]]
     rows = [row for row in named if row["name"] != "plain"]
     return bars(
@@ -78,7 +78,7 @@ def bars(items: Sequence[Bar], label: str, high: float) -> Rows:
 
 
 def depth(found: Mapping[str, Any]) -> Lines:
-    """Steps that accept as deep as that, of those whose draft was that deep."""
+    """Share of steps that accept at least this deep, among those whose draft was that deep."""
     rows = {row["method"]: row["temperature_0"] for row in found["rows"] if row["column"] == "minutes"}
     series = [
         Line(kind, colour, [(float(at), share) for at, share in enumerate(rows[kind]["accepted_by_depth"], 1)])
@@ -90,7 +90,7 @@ def depth(found: Mapping[str, Any]) -> Lines:
 
 
 def engines(rows: Sequence[Mapping[str, Any]], by: str, label: str) -> Lines:
-    """Tokens per second of each engine's fastest way, by how many texts it writes at once."""
+    """Tokens per second of each engine's fastest setting, by the number of concurrent texts."""
     best: dict[str, dict[int, float]] = {}
     for row in rows:
         engine = next(name for name in ENGINES if row["way"].lower().startswith(name.lower()))
@@ -117,7 +117,7 @@ def drawn(series: Sequence[Line], x: Axis, y: Axis) -> Lines:
 
 
 def svg(chart: Rows | Lines) -> str:
-    """A drawing as a file of its own."""
+    """A chart as a standalone file."""
     markup = _environment().get_template("charts.svg.html").render(chart=chart, is_bars=isinstance(chart, Rows))
     markup = re.sub(r"\n\s*(?=\n)", "", markup.strip())
     head, _, rest = markup.partition(">")
@@ -129,7 +129,7 @@ def svg(chart: Rows | Lines) -> str:
 
 @functools.cache
 def style() -> str:
-    """What the report page's style sheet says of drawings, held to what is inside one."""
+    """The report page's style rules for charts, scoped to the inside of one."""
     sheet = (page.FOLDER / "page.css").read_text(encoding="utf-8")
     light, dark = re.findall(r":root \{(.*?)\}", sheet, re.DOTALL)[:2]
     told = re.finditer(r"^svg (?:text|[^{]*\.([\w-]+)) \{[^}]*\}", sheet, re.MULTILINE)
@@ -148,7 +148,7 @@ def style() -> str:
 
 
 def colours(block: str) -> str:
-    """The colours of a block of the style sheet that drawings of results have."""
+    """The colours that result charts use, from a block of the style sheet."""
     return " ".join(re.findall(r"--(?:paper|ink|soft|faint|rule|grid|c\d): [^;]+;", block))
 
 

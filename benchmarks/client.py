@@ -2,11 +2,11 @@
 
     python benchmarks/client.py [--requests 10000] [--out benchmarks/results/client.json]
 
-The server (tests/client/misbehaving.py) is real, on a socket of this machine, in a thread of this process.  It refuses
-with and without Retry-After, fails, hangs, cuts connections before, between and inside of characters, writes a byte at
-a time and sends what is not JSON; and it keeps a ledger of what came and of what it charges.  Half of the requests are
-streams.  A second run has a budget that does not suffice.  At the end each law is broken on purpose, and the check must
-say so.  A promise that is not kept makes the exit code 1.
+The server (tests/client/misbehaving.py) is real, on a local socket, in a thread of this process.  It refuses with and
+without Retry-After, fails, hangs, cuts connections before, between and inside characters, writes one byte at a time and
+sends invalid JSON; and it keeps a ledger of what arrived and what it charges.  Half of the requests are streams.  A
+second run has an insufficient budget.  At the end each law is broken on purpose, and the check must detect it.  Exits
+with 1 if a promise is not kept.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ WISHES: dict[str, tuple[int, Wish]] = {
     "slow bytes": (8, lambda: {"slow": True}),
     "fine": (32, dict),
 }  # fmt: skip
-"""What a request may meet each time it is sent: how often of 100, and what the server is told."""
+"""What a request may meet each time it is sent: its frequency in percent, and the instruction to the server."""
 
 
 class Asked(NamedTuple):
@@ -74,7 +74,7 @@ class Asked(NamedTuple):
 
 @dataclass
 class Found:
-    """What became of the requests of one run."""
+    """The outcome of the requests of one run."""
 
     texts: dict[str, str] = field(default_factory=dict)
     failures: dict[str, ClientError] = field(default_factory=dict)
@@ -92,7 +92,7 @@ def asked(count: int, seed: int = 0) -> list[Asked]:
 
 
 async def run(client: AsyncClient, requests: list[Asked], update: Callable[[], None]) -> Found:
-    """Ask them all, so many at once."""
+    """Send all requests, this many at once."""
     found, several, began = Found(), iter(requests), time.perf_counter()
 
     async def work() -> None:
@@ -118,7 +118,7 @@ async def text(client: AsyncClient, one: Asked) -> str:
 
 
 def violations(requests: list[Asked], found: Found, client: AsyncClient, ledger: Ledger) -> list[str]:
-    """Laws that were broken, with the number of times."""
+    """Laws that were broken, and how often."""
     usage, budget = client.usage, client.budget
     names = {one.prompt for one in requests}
     wrong = sum(own != text_of(name, MAX_TOKENS) for name, own in found.texts.items())
@@ -128,7 +128,7 @@ def violations(requests: list[Asked], found: Found, client: AsyncClient, ledger:
         "answered more than once by the server": sum(count > 1 for count in ledger.completed.values()),
         "answered, and the server did not": sum(ledger.completed[name] != 1 for name in found.texts),
         "sent again after the answer began": len(ledger.sent_again),
-        # one that is written into a connection which closes at that moment is counted and never arrives
+        # a request written while the connection closes is counted but never arrives
         "attempts that the client did not count": max(0, sum(ledger.attempts.values()) - usage.attempts),
         "requests or answers that it did not count": abs(usage.requests - len(names))
         + abs(usage.answered - len(found.texts)),
@@ -144,7 +144,7 @@ def misused(
     count: int, budget: Decimal | None = None, retries: Retries = RETRIES, update: Callable[[], None] = lambda: None,
     seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """One run against a new server: what became of the requests, and which laws were broken."""
+    """One run against a new server: the outcome of the requests, and which laws were broken."""
     requests = asked(count, seed)
 
     async def main() -> tuple[Found, AsyncClient]:
@@ -173,7 +173,7 @@ def misused(
 
 
 class PartByPart(EventDecoder):
-    """Decodes every part by itself."""
+    """Decodes every part on its own."""
 
     def feed(self, part: bytes, is_last: bool = False) -> Iterator[str]:
         return super().feed(part.decode("utf-8", "replace").encode(), is_last)
@@ -202,7 +202,7 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], dict[str, Any
 
 
 def caught(name: str, count: int) -> list[str]:
-    """The laws that this fault was seen to break."""
+    """The laws that this fault visibly broke."""
     planted, settings = FAULTS[name]
     with planted():
         return list(misused(count, **settings)["violations"])

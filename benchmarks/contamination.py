@@ -1,12 +1,12 @@
-"""Whether the search for contamination is right: 400 labelled pairs of an evaluation's row and a training conversation.
+"""Accuracy of the contamination search: 400 labelled pairs of an evaluation row and a training conversation.
 
     python benchmarks/contamination.py [--turns 6000] [--out FILE]
 
 The pairs are our own texts in the layouts of nine tasks, in contamination/pairs.jsonl; the rewordings and their
-look-alikes were written by someone who had not read the rule.  Every pair is judged twice: as `prepare` does, with the
-text at hand, and as `evaluate` does, from the stored hashes of that one conversation.  All rows together are the
-evaluation.  A pair counts as called contaminated where its own row is named.  Speed is that of `prepare` on one core,
-with turns of 40 to 120 made-up words against 1,000 prompts.  Exit code 1 where a target is missed.
+look-alikes were written by someone who had not read the rule.  Every pair is judged twice: as `prepare` does, from the
+text, and as `evaluate` does, from the stored hashes of that one conversation.  All rows together are the evaluation.  A
+pair counts as called contaminated if its own row is named.  Speed is that of `prepare` on one core, with turns of 40 to
+120 made-up words against 1,000 prompts.  Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outrider.measure.tasks import layouts
 
 PAIRS = Path(__file__).resolve().parent / "contamination" / "pairs.jsonl"
 WORD_FOR_WORD = ("exact", "shortened", "same-instruction")
-"""Kinds of which 0.99 must be right."""
+"""Kinds that must be right in at least 0.99 of the pairs."""
 ACCURACY, RECALL, PRECISION, TURNS_PER_S = 0.99, 0.8, 0.98, 3000
 
 
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def load(path: Path) -> tuple[list[Pair], dict[str, list[layouts.Prompt]]]:
-    """The pairs, and the evaluation that their rows make, by task."""
+    """The pairs, and the evaluation made of their rows, by task."""
     pairs, evaluation, ids = list[Pair](), defaultdict[str, list[layouts.Prompt]](list), dict[str, str]()
     for line in path.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
@@ -119,8 +119,8 @@ def stored(path: Path, turns: Sequence[str]) -> NgramHashes:
 
 
 def summary(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Counts, the share that is right of each kind, and recall and precision of the rewordings: of all pairs that are
-    called contaminated and are reworded or clean, the share that is reworded."""
+    """Counts, the share of each kind that is right, and recall and precision of the rewordings: of all pairs called
+    contaminated that are reworded or clean, the share that is reworded."""
     counts, right = Counter[str](), Counter[str]()
     for pair, is_called in judged:
         counts[pair.kind] += 1

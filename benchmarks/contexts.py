@@ -1,14 +1,14 @@
-"""What a step and a prompt cost as the text grows: is the cost linear, and is each cached key read once for all rows of
-a slot?
+"""How a step and a prompt scale with the length of the text: is the cost linear, and is each cached key read once for
+all rows of a slot?
 
     python benchmarks/contexts.py [--contexts 1,4,16,32] [--prompts 1,4] [--rows 1,8] [--rounds 15] [--out FILE]
 
-A Qwen3 with attention of the 0.6 B shape (16 heads of 128 on 8 of keys), 4 layers, a small vocabulary and random
+A Qwen3 with attention of the 0.6 B shape (16 query heads of 128, 8 key heads), 4 layers, a small vocabulary and random
 weights in float32, compiled, one slot.  The cache is filled with noise up to each context (in thousands of tokens), so
-that a step there can be timed without reading so long a text; steps of all widths at all contexts take turns, and the
-quickest of each counts. `over_context_ms` is what a step takes beyond a step behind 64 tokens, `bound_ms` what reading
-that many bytes of keys and values takes at the speed of a sum over as many.  Prompts (in thousands) are read whole, in
-chunks, as `generate` reads them.
+that a step there can be timed without reading such a long text; steps of all widths at all contexts are interleaved,
+and the fastest of each counts.  `over_context_ms` is the extra time of a step over a step after 64 tokens, `bound_ms`
+the time to read the same bytes of keys and values at the speed of a sum over as many.  Prompts (in thousands of tokens)
+are read whole, in chunks, as `generate` reads them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ SHAPE = {
     "head_dim": 128, "vocab_size": 8192, "max_position_embeddings": 40_960,
 }  # fmt: skip
 SHORT = 64
-"""Tokens behind which a step costs its weights alone, or nearly."""
+"""Context at which a step costs little more than its weights."""
 LINEAR = 0.8
-"""Least that a token of context costs at a quarter of the longest over what it costs there."""
+"""Minimum cost of a token of context at a quarter of the longest context, relative to its cost at the longest."""
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def steps(target: TransformersTarget, contexts: list[int], rows: list[int], rounds: int) -> list[dict[str, Any]]:
-    """The quickest step of each width behind each context."""
+    """The fastest step of each width at each context."""
     cache = target.allocate(1, max(contexts) + max(rows) + 1)
     target.prefill(cache, [0], torch.zeros(1, SHORT, dtype=torch.int64), [SHORT])
     cache.reserve(cache.length)
@@ -92,7 +92,7 @@ def steps(target: TransformersTarget, contexts: list[int], rows: list[int], roun
 
 
 def read(target: TransformersTarget, count: int) -> dict[str, float]:
-    """Seconds until a prompt's last logits are there, as the loop reads it."""
+    """Seconds to a prompt's last logits, read as the loop reads it."""
     text = torch.randint(SHAPE["vocab_size"], (1, count), generator=torch.Generator().manual_seed(1))
     best = float("inf")
     for _ in range(2):
@@ -105,7 +105,7 @@ def read(target: TransformersTarget, count: int) -> dict[str, float]:
 
 
 def bytes_of(context: int) -> int:
-    """Keys and values of so many tokens in all layers."""
+    """Bytes of keys and values of this many tokens in all layers."""
     return 2 * 4 * context * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
 
 

@@ -1,16 +1,16 @@
-"""What a corpus costs to build, to open and to search.
+"""The cost of building, opening and searching a corpus.
 
     python benchmarks/corpus.py [--tokens 10000000] [--out FILE]
 
-The Python sources of the standard library and of the installed packages, tokenised with the demo's tokenizer; where
-they are fewer tokens than asked for, they are repeated with every tenth token changed.  Build and search run in
-processes of their own. Contexts are 64 tokens from anywhere in the corpus, one of the last 32 changed, so that suffixes
-of all lengths are looked for.
+The Python sources of the standard library and of the installed packages, tokenised with the demo's tokenizer; if there
+are fewer tokens than requested, they are repeated with every tenth token changed.  Build and search run in separate
+processes.  Contexts are 64 tokens from anywhere in the corpus, with one of the last 32 changed, so that suffixes of all
+lengths are searched for.
 
 Warm is after every page was touched once.  Cold is after the mapping was dropped and the kernel was told by
-posix_fadvise (DONTNEED) to drop the files' pages.  Anonymous memory is what RssAnon grows by from before `open` until
-after all searches, modules and contexts loaded before.  Shared is what a second process that made the same searches
-maps together with the first, by smaps.
+posix_fadvise (DONTNEED) to drop the files' pages.  Anonymous memory is the growth of RssAnon from before `open` until
+after all searches, with modules and contexts loaded beforehand.  Shared is what a second process that made the same
+searches maps together with the first, according to smaps.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def build(folder: Path, tokens: int) -> None:
 
 
 class _Sources:
-    """Documents of tokens, `wanted` in all."""
+    """Documents of tokens, `wanted` tokens in all."""
 
     def __init__(self, tokenizer: Any, wanted: int):
         self.tokenizer, self.wanted, self.passes = tokenizer, wanted, 0
@@ -210,7 +210,7 @@ def _times(function: Callable[[list[int]], object], contexts: list[list[int]]) -
 
 
 def _cold(folder: Path, contexts: list[list[int]]) -> dict[str, float]:
-    """No mapping of the files may be left when this is called."""
+    """Must be called without any mapping of the files left."""
     for name in ("tokens.bin", "suffixes.bin"):
         with (folder / name).open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -224,7 +224,7 @@ def _memory(what: str) -> int:
 
 
 def _mapping(folder: Path) -> dict[str, int]:
-    """Bytes of this process's mappings of the corpus, by smaps."""
+    """Bytes of this process's mappings of the corpus, from smaps."""
     sums = {"Rss": 0, "Shared_Clean": 0, "Private_Clean": 0, "Private_Dirty": 0, "Anonymous": 0}
     is_ours = False
     for line in Path("/proc/self/smaps").read_text().splitlines():

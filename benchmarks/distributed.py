@@ -1,13 +1,13 @@
-"""Several processes that train one model: losses against one process's, kills between them, throughput, memory.
+"""Training one model in several processes: losses compared with a single process, kills in between, throughput, memory.
 
     python benchmarks/distributed.py [--parts losses,kills,speed,memory] [--steps 12] [--rounds 5] [--out FILE]
 
-The demo target and a small dflash on texts of random tokens; every start is torchrun's, gloo, a thread a process.
-losses: 1, 2 and 4 processes, ddp and fsdp, against one process in float32 and one in float64, in which `Tensor.float`
-gives float64 there.  kills: one process, two, one, each killed after a save.  speed: seconds of the same steps in one
-process and in two, one after the other in turns; it means something on an idle machine alone.  memory: a dflash of six
-wide layers on short texts: bytes of weights and moments that a process holds, and the peak of resident memory while it
-trains, above what was there before the model.  Prints JSON.
+The demo target and a small dflash on texts of random tokens; every start is torchrun's, gloo, one thread per process.
+losses: 1, 2 and 4 processes, ddp and fsdp, compared with one process in float32 and one in float64, in which
+`Tensor.float` returns float64.  kills: one process, two, one, each killed after a save.  speed: seconds of the same
+steps in one process and in two, interleaved; only meaningful on an idle machine.  memory: a dflash of six wide layers
+on short texts: bytes of weights and moments that a process holds, and its peak resident memory in training, above the
+level before the model.  Prints JSON.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SMALL = {"layers": 2, "kv_heads": 2, "block": 4, "anchors": 8}
 WIDE = {"layers": 6, "intermediate": 4096, "block": 4, "anchors": 2}
 WANTED = {"speed": 1.7, "memory": 0.6, "noise": 1e-5}
-"""Throughput of two processes against one, memory of one of two against one's, relative error of a loss."""
+"""Throughput of two processes over one's, memory of one of two over a single one's, relative error of a loss."""
 
 
 def main() -> None:
@@ -89,11 +89,11 @@ def promises(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [dict(zip(("promise", "wanted", "found", "holds"), row, strict=True)) for row in rows]
 
 
-# ── a process ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one process ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def work(job: Mapping[str, Any]) -> None:
-    """Train as `job` says, in as many processes as were started; each writes what it found."""
+    """Train as `job` says, in as many processes as were started; each writes its results."""
     torch.set_num_threads(1)
     assert shards  # loaded before memory is measured
     if job.get("float64"):
@@ -135,7 +135,7 @@ def work(job: Mapping[str, Any]) -> None:
 
 
 def run(count: int, folder: Path, job: Mapping[str, Any], fails: bool = False) -> list[dict[str, Any]]:
-    """Start a job in `count` processes; what each found.  fails: it is to be killed."""
+    """Start a job in `count` processes; returns the result of each.  fails: it is expected to be killed."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     if count == 1:
         words = [sys.executable]
@@ -157,11 +157,11 @@ def small(steps: int, **train: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# ── what is measured ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── measurements ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def losses(folder: Path, steps: int, rounds: int) -> dict[str, Any]:
-    """Largest relative difference of a step's loss from one process's."""
+    """Largest relative difference of a step's loss from that of one process."""
     whole = run(1, folder / "one", small(steps))[0]["losses"]
     exact = run(1, folder / "exact", small(steps) | {"float64": True})[0]["losses"]
     found: dict[str, Any] = {"steps": steps, "one": {"from_float64": off(whole, exact)}}
@@ -176,18 +176,17 @@ def off(mine: list[float], theirs: list[float]) -> float:
 
 
 def kills(folder: Path, steps: int, rounds: int) -> dict[str, Any]:
-    """One process, two, one: each but the last is killed two steps after a save, and the next goes on from there."""
+    """One process, two, one: each but the last is killed two steps after a save, and the next one resumes."""
     whole = run(1, folder / "whole", small(steps))[0]["losses"]
     place = folder / "killed"
-    run(1, place, small(steps) | {"kill_at": 6}, fails=True)  # of these steps 4 are saved
+    run(1, place, small(steps) | {"kill_at": 6}, fails=True)  # 4 of these steps are saved
     run(2, place, small(steps) | {"kill_at": 10}, fails=True)
     rest = run(1, place, small(steps))[0]["losses"]
     return {"steps": steps, "last_steps": len(rest), "from_one": off(rest, whole[-len(rest) :])}
 
 
 def speed(folder: Path, steps: int, rounds: int) -> dict[str, Any]:
-    """Steps a second of two processes against one's, by rounds; the first steps, which read the target, are left
-    out."""
+    """Steps per second of two processes over one's, by rounds; without the first steps, which read the target."""
     job = small(steps + 4, save_every=10**6)
     job["lengths"], job["drafter"] = [150 + i for i in range(16)], SMALL | {"anchors": 32}
     ratios, seconds = [], list[list[float]]()
@@ -199,7 +198,7 @@ def speed(folder: Path, steps: int, rounds: int) -> dict[str, Any]:
 
 
 def sizes(folder: Path, steps: int, rounds: int) -> dict[str, Any]:
-    """Memory of each of two processes with FSDP2 against one's."""
+    """Memory of each of two processes with FSDP2 over that of a single one."""
     job = {"lengths": [24] * 4, "drafter": WIDE, "train": {"steps": 3, "batch": 2, "save_every": 10**6}}
     one = run(1, folder / "memory1", job)[0]
     two = run(2, folder / "memory2", job | {"train": job["train"] | {"distributed": "fsdp"}})  # type: ignore[operator]

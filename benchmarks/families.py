@@ -1,21 +1,20 @@
-"""Every family of models: what the self-test finds, and that speculation writes what `generate` writes.
+"""Every family of models: the result of the self-test, and whether speculation writes what `generate` writes.
 
     python benchmarks/families.py [--form NAME …] [--tokens 64] [--out benchmarks/results/every_family.json]
     python benchmarks/families.py --settings [--family NAME …] [--tokens 2000] [--out benchmarks/results/families.json]
 
 Without --settings: every causal family that transformers knows, in its causal form and in the one that also reads
 images, each built from its config class alone with its sizes made small.  A prompt that crosses every limit of its
-config while it is continued is read alone and beside a longer one; so is one beyond all limits.  A family is exact, or
-refused with a reason. With --out, forms that the file has already are not tried again.
+config while it is continued is read alone and next to a longer one; so is one beyond all limits.  A family is exact, or
+refused with a reason.  With --out, forms that are already in the file are not tried again.
 
-With --settings: tiny models with random weights, sdpa and eager where the family has both.  A tree drafter proposes
-what the model itself wrote before, with wrong branches beside it and wrong tokens now and then, so that every depth is
-accepted and rejected.
-Twenty prompts of unequal length share three slots.  --tokens counts those of float64 with the first attention a family
-has; its other settings compare a quarter of them.
-In float64 a token that differs is a mismatch; in float32 it is a tie if the model's two best logits lie within four
-times the measured difference between its one-row and its n-row pass there.  Behind a difference the text is taken up
-again. Prints JSON; exits with 1 on a mismatch.
+With --settings: tiny models with random weights, sdpa and eager if the family has both.  A tree drafter proposes what
+the model itself wrote before, with wrong branches beside it and occasional wrong tokens, so that every depth is
+accepted and rejected.  Twenty prompts of unequal length share three slots. --tokens is the number compared in float64
+with the first attention a family has; its other settings compare a quarter of that.  In float64 a differing token is a
+mismatch; in float32 it is a tie if the model's two best logits lie within four times the measured difference between
+its one-row and its n-row pass there.  After a difference, the rest of the text is compared as a new request.  Prints
+JSON; exits with 1 on a mismatch.
 """
 
 from __future__ import annotations
@@ -129,19 +128,18 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny(name: str, attention: str = "eager", dtype: torch.dtype = torch.float64, seed: int = 3) -> PreTrainedModel:
-    """A random model of a family, its weights large enough that its text moves.  ValueError: it has no such
+    """A random model of a family, with weights large enough for varied text.  Raises ValueError if it has no such
     attention."""
     kind, own = SMALL[name]
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **{**own_sizes(kind), **own})
-    # the grouped products of torch know no float64
+    # torch's grouped products do not support float64
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, experts_implementation="eager")
     return enlivened(model).to(dtype).eval()
 
 
 def own_sizes(kind: str) -> dict[str, Any]:
-    """Those of BASE that configs of this kind have: one that is handed a size keeps it, whether it is its own or
-    not."""
+    """The sizes of BASE that configs of this kind have: a config stores every size it is passed, its own or not."""
     of_class = CONFIG_MAPPING[kind]
     known = {field.name for field in dataclasses.fields(of_class)} | set(of_class.attribute_map)
     return {key: value for key, value in BASE.items() if key in known}
@@ -185,18 +183,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     "zamba": {"num_hidden_layers": 9, "layers_block_type": ZAMBA},
     "zamba2": {"mamba_headdim": 80, "attention_hidden_size": 640, "attention_head_dim": 160},
 }
-"""What configs on the hub name and the class leaves open, or sizes that must fit others made small."""
+"""Values that configs on the hub set and the class leaves open, or sizes that must match others made small."""
 CAUSAL, NESTED = "causal", "with images"
 
 
 def forms() -> list[tuple[str, str]]:
-    """Every (config kind, form) that transformers maps to a model that writes text."""
+    """Every (config kind, form) that transformers maps to a model that generates text."""
     nested = [(kind, NESTED) for kind, name in WITH_IMAGES.items() if CAUSAL_LMS.get(kind) != name]
     return sorted([(kind, CAUSAL) for kind in CAUSAL_LMS] + nested)
 
 
 def built(kind: str, form: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    """A random model of this kind from its config class alone, its sizes made small.  Raises what transformers
+    """A random model of this kind from its config class alone, with its sizes made small.  Raises what transformers
     raises."""
     try:
         return _built(kind, form, dtype, narrow=True)
@@ -205,7 +203,7 @@ def built(kind: str, form: str, dtype: torch.dtype = torch.float64) -> PreTraine
 
 
 def merged(found: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """What is changed within a part leaves the rest of the part as it is."""
+    """A nested merge: a change within a part leaves the rest of the part unchanged."""
     parts = {
         key: merged(found[key], value) for key, value in changes.items()
         if isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
@@ -218,7 +216,7 @@ def _built(kind: str, form: str, dtype: torch.dtype, narrow: bool) -> PreTrained
     auto = AutoModelForCausalLM if form == CAUSAL else AutoModelForImageTextToText
     torch.manual_seed(3)
     model = enlivened(auto.from_config(config, experts_implementation="eager")).to(dtype).eval()
-    # what its own generate can't write is nothing to equal
+    # if its own generate fails, there is nothing to compare with
     continued(model, list(range(3, FIRST_CONTEXT + 12)), 2)
     return model
 
@@ -230,7 +228,7 @@ def try_form(kind: str, form: str, tokens: int) -> dict[str, Any]:
         try:
             model = built(kind, form, dtype)
             break
-        except Exception as error:  # whatever transformers says of its own class
+        except Exception as error:  # anything transformers raises for its own class
             reason = f"{type(error).__name__}: {error}"
     else:
         return row | {"outcome": "not built", "reason": reason[:300]}
@@ -266,7 +264,7 @@ def try_form(kind: str, form: str, tokens: int) -> dict[str, Any]:
 
 
 def continued(model: PreTrainedModel, prompt: list[int], tokens: int) -> list[int]:
-    """The prompt and what transformers' own greedy generate writes behind it."""
+    """The prompt and transformers' own greedy continuation of it."""
     given = torch.tensor([prompt])
     found: list[int] = model.generate(
         given, attention_mask=torch.ones_like(given), max_new_tokens=tokens, do_sample=False, pad_token_id=0
@@ -277,14 +275,14 @@ def continued(model: PreTrainedModel, prompt: list[int], tokens: int) -> list[in
 # ── the comparison ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 PROMPTS = (3, 9, 17, 28, 40) * 4
-"""Their lengths; two of five lie beyond every window.  Many, because the greedy text of random weights soon loops."""
+"""Prompt lengths; two of five exceed every window.  Many, because the greedy text of random weights soon loops."""
 SHARES = (0.6, 1.4, 1.0, 0.8, 1.2, 0.9, 1.1, 0.7, 1.3, 1.0) * 2
-"""Of the mean continuation, so that slots end at different times."""
+"""Relative to the mean continuation, so that slots end at different times."""
 SLOTS = 3
 
 
 def measure(family: str, attention: str, dtype: torch.dtype, tokens: int) -> dict[str, Any] | None:
-    """One row of the table; None where the family has no such attention."""
+    """One row of the table; None if the family has no such attention."""
     try:
         model = tiny(family, attention, dtype)
     except ValueError:
@@ -315,7 +313,7 @@ def measure(family: str, attention: str, dtype: torch.dtype, tokens: int) -> dic
 
 
 def written(model: PreTrainedModel, counts: list[int]) -> list[list[int]]:
-    """Random prompts and what transformers' own greedy generate writes behind them."""
+    """Random prompts and transformers' own greedy continuations of them."""
     noise = torch.Generator().manual_seed(1)
     texts = []
     for length, count in zip(PROMPTS, counts, strict=True):
@@ -331,13 +329,13 @@ def written(model: PreTrainedModel, counts: list[int]) -> list[list[int]]:
 
 
 def fresh_share(texts: list[list[int]]) -> float:
-    """Share of all 8-grams that stand there for the first time; 1 is no repetition."""
+    """Share of all 8-grams that occur for the first time; 1 is no repetition."""
     grams = [tuple(text[at : at + 8]) for text in texts for at in range(len(text) - 7)]
     return len(set(grams)) / max(1, len(grams))
 
 
 def compared(target: TransformersTarget, texts: list[list[int]], drafter: Replay) -> tuple[list[dict], list[dict]]:
-    """Mismatches and ties of all texts; behind each the rest of the text is a request of its own."""
+    """Mismatches and ties of all texts; after each, the rest of the text is a new request."""
     mismatches: list[dict[str, Any]] = []
     ties: list[dict[str, Any]] = []
     waiting = list(enumerate(PROMPTS))
@@ -360,8 +358,7 @@ def compared(target: TransformersTarget, texts: list[list[int]], drafter: Replay
 
 
 def judged(target: TransformersTarget, text: list[int], prompt: int, at: int, token: int) -> dict[str, Any]:
-    """What the model says of a place where two texts part: the margin of its two best logits, and how much they
-    move."""
+    """What the model says where two texts diverge: the margin of its two best logits, and how much they vary."""
     one, difference = spread(target, text[:at], prompt)
     first, second = one.topk(2).values.tolist()
     return {"at": at - prompt, "wanted": text[at], "found": token, "margin": first - second, "difference": difference}
@@ -383,7 +380,7 @@ def main() -> None:
 
 
 def compare_forms(options: argparse.Namespace) -> bool:
-    """Every form, or those asked for; returns whether one is wrong."""
+    """Every form, or the requested ones; returns whether one is wrong."""
     began, tokens = time.perf_counter(), options.tokens or 64
     kept = json.loads(options.out.read_text()) if options.out is not None and options.out.exists() else {"rows": []}
     rows = {(row["family"], row["form"]): row for row in kept["rows"]}
@@ -413,7 +410,7 @@ def every(found: dict[tuple[str, str], dict[str, Any]], seconds: float) -> dict[
 
 
 def compare_settings(options: argparse.Namespace) -> bool:
-    """Some families in every attention and type; returns whether a token differs."""
+    """Some families in every attention and dtype; returns whether a token differs."""
     began, rows = time.perf_counter(), []
     names = options.family or list(SMALL)
     with progress_bar() as bar:
@@ -433,7 +430,7 @@ def compare_settings(options: argparse.Namespace) -> bool:
 
 
 def every_setting(family: str, tokens: int) -> list[dict[str, Any]]:
-    """A family with each attention and type; the first attention it has, in float64, writes the most."""
+    """A family in each attention and dtype; the first attention it has, in float64, gets the most tokens."""
     rows: list[dict[str, Any]] = []
     for attention in ("sdpa", "eager"):
         for dtype in (torch.float64, torch.float32):

@@ -1,6 +1,7 @@
-"""A drafter that fails at a step of its own choosing, for `serving.py chaos`: prompt lookup until then.
+"""A drafter that fails at a chosen step, for `serving.py chaos`: prompt lookup until then.
 
-Another distribution offers it to `outrider serve` as the kind `faulty`; see `serving_faults.offered`.
+Installed as a separate distribution, which offers it to `outrider serve` as the kind `faulty`; see
+`serving_faults.offered`.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ FOREVER_S = 3600.0
 class Config(Base):
     kind: Literal["faulty"] = "faulty"
     fault: Fault = "raises"
-    """What goes wrong."""
+    """The kind of failure."""
     step: int = 5
-    """The call from which on it does."""
+    """The call from which on it fails."""
 
 
 class Faulty(Drafter):
@@ -74,7 +75,7 @@ class Faulty(Drafter):
             time.sleep(FOREVER_S)
 
     def chain(self, slots: int, token: int) -> Draft:
-        """Nodes of one token under every anchor."""
+        """A chain that repeats one token under every anchor."""
         return Draft.chain(torch.full((slots, 3), token), torch.full((slots,), 3))
 
 

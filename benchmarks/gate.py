@@ -1,15 +1,15 @@
-"""Does the gate stop what got worse, and nothing else?  Simulated pairs of reports with the noise of real runs, as real
+"""Does the gate stop regressions, and nothing else?  Simulated pairs of reports with the noise of real runs, as real
 files.
 
     python benchmarks/gate.py [--times 200] [--noise FILE] [--out FILE]
 
-Nine tasks, 200 prompts in all, every rule on.  First the demo target is measured twice with the n-gram drafter: what
-differs between the two runs, prompt by prompt, is noise and nothing else.  It is centered, scaled to a standard
-deviation of 0.08 of the paired log-ratio of speed-ups, and laid over every simulated run with replacement: its shape is
-real, its size is set, and what was measured is in the result.  Beside it each run's machine is faster or slower as a
-whole by 3 %, and every step's acceptance is drawn anew, so that no rule has an easy life.  Both reports are written as
-JSON, read back and judged; some go through the command line.  --noise takes the measured noise from an earlier result
-and needs no model.
+Nine tasks, 200 prompts in all, every rule on.  First the demo target is measured twice with the n-gram drafter: the
+difference between the two runs, prompt by prompt, is pure noise.  It is centered, scaled to a standard deviation of
+0.08 of the paired log-ratio of speed-ups, and added to every simulated run, sampled with replacement: its shape is
+real, its size is set, and the measured size is in the result.  In addition, each run's machine is faster or slower as a
+whole by 3 %, and every step's acceptance is drawn anew, so that no rule has it easy.  Both reports are written as JSON,
+read back and judged; some go through the command line. --noise takes the measured noise from an earlier result and
+needs no model.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ def main() -> None:
 
 
 WANTED = {"A/A": (0.0, 0.05), "3 % slower": (0.8, 1.0), "one token wrong": (1.0, 1.0)}
-"""Least and greatest share that is stopped."""
+"""Minimum and maximum share that is stopped."""
 SHELL = {"A/A": 0, "5 % slower": 1, "one token wrong": 1}
 
 
 def measure_noise() -> Noise:
-    """Two runs of one and the same: the demo target with the n-gram drafter."""
+    """Two identical runs: the demo target with the n-gram drafter."""
     from outrider import load_drafter, load_target
     from outrider.measure.config import Config
     from outrider.measure.run import evaluate
@@ -110,7 +110,7 @@ def measure_noise() -> Noise:
 
 
 def scaled(measured: Noise) -> tuple[Noise, float]:
-    """Centered, with the wanted spread of speed-ups; and the spread that was measured."""
+    """Centered, with the desired spread of speed-ups; and the measured spread."""
     centered = measured - measured.mean(axis=0)
     sigma = float(np.std(centered[:, 0] - centered[:, 1], ddof=1))
     return centered * SIGMA / float(np.std(centered[:, 0] - centered[:, 1])), sigma
@@ -122,7 +122,7 @@ def scaled(measured: Noise) -> tuple[Noise, float]:
 def reports(
     draw: np.random.Generator, noise: Noise, tasks: dict[str, int] = TASKS, slower: float = 0.0, wrong: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A candidate and a baseline: the same prompts, the same drafter, and in the candidate what is to be found."""
+    """A candidate and a baseline: the same prompts and drafter, with the planted change in the candidate."""
     base = {
         task: {"rate": draw.beta(5, 5, count), "speed": np.exp(draw.normal(4.5, 0.2, count)),
                "gain": np.exp(draw.normal(0.4, 0.15, count))}
@@ -147,14 +147,14 @@ def reports(
 
 
 def steps_of(draw: np.random.Generator, rate: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens kept in each step [prompts, TOKENS], and how many steps a prompt takes."""
+    """Tokens accepted in each step [prompts, TOKENS], and how many steps a prompt takes."""
     tried = draw.random((len(rate), TOKENS, DEPTH)) < rate[:, None, None]
     kept = np.minimum.accumulate(tried, axis=2).sum(axis=2)
     return kept, (np.cumsum(kept + 1, axis=1) < TOKENS).sum(axis=1) + 1
 
 
 def predicted() -> list[float]:
-    """Acceptance by depth over so many prompts that it is what a drafter's training would say."""
+    """Acceptance by depth over enough prompts to stand for the prediction of a drafter's training."""
     draw = np.random.default_rng(0)
     kept, steps = steps_of(draw, draw.beta(5, 5, 5000))
     return [float((kept[np.arange(TOKENS) < steps[:, None]] > depth).mean()) for depth in range(DEPTH)]
@@ -206,7 +206,7 @@ def written(folder: Path, draw: np.random.Generator, noise: Noise, settings: dic
 
 
 def judged(folder: Path, noise: Noise, settings: dict[str, Any], times: int, seed: int) -> dict[str, Any]:
-    """How often which rule stopped."""
+    """How often each rule stopped the candidate."""
     verdicts: Counter[str] = Counter()
     by_rule: Counter[str] = Counter()
     warned: Counter[str] = Counter()
@@ -226,7 +226,7 @@ def judged(folder: Path, noise: Noise, settings: dict[str, Any], times: int, see
 
 
 def through_shell(folder: Path, noise: Noise, settings: dict[str, Any]) -> int:
-    """The exit code of the real command on three pairs; -1 where they differ."""
+    """The exit code of the real command on three pairs; -1 if they differ."""
     codes = set()
     for seed in range(3):
         new, old = written(folder, np.random.default_rng(90_000 + seed), noise, settings)

@@ -1,11 +1,11 @@
-"""What a GPU does with it: passes, the loop, exactness, waits for the device, training.  One command of nine minutes.
+"""Outrider on a GPU: passes, the loop, exactness, waits for the device, training.  One command of nine minutes.
 
     python benchmarks/gpu.py [--device cuda] [--small] [--rows machine,passes-0.6b,…] [--seconds 530] [--out FILE]
 
-Every row runs in a process of its own with a limit, and what it found is written at once, so a row that fails or
-hangs costs only itself.  A row has its figures, or an `error` too.  The models are Qwen3 shapes with random weights,
-and the demo.  `--device cpu --small` rehearses all of it on tiny shapes.  `floor_ms` of a pass is what the bytes that
-it must read and the products that it must make take, at the speeds that the row `machine` measured in the same run.
+Every row runs in its own process with a time limit, and its results are written at once, so a row that fails or hangs
+costs only itself.  A row has its figures, or also an `error`.  The models are Qwen3 shapes with random weights, and the
+demo.  `--device cpu --small` rehearses everything on tiny shapes.  `floor_ms` of a pass is the time for the bytes it
+must read and the products it must compute, at the speeds measured by the row `machine` in the same run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIMITS = {
     "exact": 120, "passes-0.6b": 60, "loop-0.6b": 60, "training-4b": 70, "passes-1.7b": 60, "passes-4b": 80,
     "training-8b": 90, "compiled-4b": 120, "tests": 200, "demo": 240,
 }  # fmt: skip
-"""Seconds that each row may take, in the order in which rows run."""
+"""Time limit of each row in seconds, in the order in which rows run."""
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def run_all(options: argparse.Namespace) -> int:
-    """Every row in turn; 0 where each has its figures."""
+    """Every row in turn; 0 if each has its figures."""
     names, began = options.rows.split(","), time.monotonic()
     if unknown := [name for name in names if name not in LIMITS]:
         raise SystemExit(f"there is no row {unknown[0]!r}; choose among {', '.join(LIMITS)}")
@@ -98,7 +98,7 @@ def run_row(name: str, options: argparse.Namespace, rows: dict[str, Any], left: 
 
 
 def promises(rows: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a step on a GPU should be, as far as it was measured."""
+    """How a step on a GPU should perform, as far as it was measured."""
     found: list[dict[str, Any]] = []
 
     def at_most(what: str, wanted: float, value: float) -> None:

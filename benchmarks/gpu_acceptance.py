@@ -1,8 +1,8 @@
-"""The row `acceptance` of `gpu.py`: a verified step's acceptance and a block's draws, by our kernels and as torch
-writes them.
+"""The row `acceptance` of `gpu.py`: a verified step's acceptance and a block's draws, with our kernels and in plain
+torch.
 
-Times are those of the judge, from logits on the device to lists on the host.  `floor_ms` is what logits and q take to
-be read once at the speed of memory that the row `machine` measured.
+Times are those of the judge, from logits on the device to lists on the host.  `floor_ms` is the time to read logits and
+q once at the memory speed measured by the row `machine`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def measure(
     device: str, small: bool, known: Mapping[str, Any], timer: Timer, found: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """timer: milliseconds of a function on a device."""
-    from outrider.kernels import gpu_acceptance  # Triton comes with torch for GPUs alone
+    from outrider.kernels import gpu_acceptance  # Triton is only installed with CUDA builds of torch
 
     speed = known.get("machine", {}).get("copied_gb_per_s")
     for slots, way in itertools.product((1,) if small else (1, 16, 64), WAYS):
@@ -52,7 +52,7 @@ def measure(
                 before = torch.cuda.memory_allocated()
                 case.run()
                 point[f"{name}_peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 1e6
-            # the interpreter takes seconds for what a kernel does in microseconds
+            # the interpreter takes seconds where a kernel takes microseconds
             point[f"{name}_ms"] = once_ms if small else timer(case.run, device)
         point["same"] = sum(map(same, *answers)) / slots
         point["floor_ms"] = case.bytes / speed / 1e6 if speed else None
@@ -65,7 +65,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 class Case:
-    """Drafts of some slots, drawn from a q that is near the target's distribution."""
+    """Drafts for some slots, drawn from a q close to the target's distribution."""
 
     def __init__(self, way: str, slots: int, nodes: int, vocabulary: int, device: str):
         torch.manual_seed(0)
@@ -93,10 +93,10 @@ class Case:
         if self.way == "draw":
             tokens: Tensor = self.judge.drawn(self.logits[:, 0], self.state.streams, 1)[1]
             return tokens.tolist()
-        draft = replace(self.draft)  # one whose ids were not read yet
+        draft = replace(self.draft)  # a fresh copy, whose ids were not read yet
         if self.draft.branches:
             vars(draft)["tree"] = self.draft.tree
-        kernels = self.judge.kernels if self.way == "greedy" else None  # which captured steps alone ask
+        kernels = self.judge.kernels if self.way == "greedy" else None  # only used by captured steps
         if kernels is not None:
             accepted = selection.accepted(kernels.accept_greedy(draft, self.logits, None))
         else:

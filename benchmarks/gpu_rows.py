@@ -1,4 +1,4 @@
-"""The rows of `gpu.py`: each a function of (device, whether it is small, what earlier rows found) to its figures."""
+"""The rows of `gpu.py`: each a function from (device, whether it is small, results of earlier rows) to its figures."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ from outrider.training.step import optimise
 SHAPES = {
     "0.6b": (1024, 3072, 28, 16), "1.7b": (2048, 6144, 28, 16), "4b": (2560, 9728, 36, 32), "8b": (4096, 12288, 36, 32),
 }  # fmt: skip
-"""Qwen3: hidden size, intermediate size, layers, heads of queries; 8 of keys and values, of 128 numbers each."""
+"""Qwen3: hidden size, intermediate size, layers, query heads; 8 key-value heads of size 128."""
 SMALL_SHAPE = 128, 256, 2, 4
 KV_HEADS, HEAD, VOCABULARY = 8, 128, 151_936
 WIDTHS, BATCHES, CONTEXTS = (1, 8, 16, 4, 32, 64), (1, 4, 16, 64), (1024, 8192)
 POINT_S = 0.06
-"""Seconds in which a point is measured again and again, after its warm-up."""
+"""Seconds for which a point is measured repeatedly, after its warm-up."""
 
 Known = Mapping[str, Any]
 
 
 class Points(list[dict[str, Any]]):
-    """Figures of a row, written as they come: a row that is stopped keeps what it has."""
+    """Figures of a row, written as they are produced: a row that is stopped keeps what it has."""
 
     place: Path
 
@@ -74,7 +74,7 @@ class Points(list[dict[str, Any]]):
 
 
 def run(row: str, device: str, small: bool, known: Known, out: Path) -> dict[str, Any]:
-    """The figures of one row.  out: where they go as they come; a trace goes beside it."""
+    """The figures of one row.  out: where they are written as they are produced; a trace is written next to it."""
     Points.place = out
     kind, _, shape = row.partition("-")
     torch.set_grad_enabled(kind in ("training", "compiled", "demo"))
@@ -85,14 +85,14 @@ def run(row: str, device: str, small: bool, known: Known, out: Path) -> dict[str
     return found
 
 
-# ── what rows share ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── shared by rows ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def model_of(shape: str, device: str, small: bool, most: int = 99) -> Qwen3ForCausalLM:
-    """A Qwen3 of that shape in bfloat16 with random weights, made on the device.
+    """A Qwen3 of that shape in bfloat16 with random weights, created on the device.
 
     Its embeddings outweigh what its layers add, so that a token's successor is certain: rounding decides nothing, and a
-    draft's acceptance is what it is said to be.  most: layers.
+    draft's acceptance is as configured.  most: layers.
     """
     hidden, intermediate, layers, heads = SMALL_SHAPE if small else SHAPES[shape]
     config = Qwen3Config(
@@ -124,7 +124,7 @@ def synchronize(device: str) -> None:
 
 
 def median_ms(run: Callable[[], object], device: str, seconds: float = POINT_S) -> float:
-    """Median of a call's time, the device waited for, over as many calls as fit."""
+    """Median time of a call, including the wait for the device, over as many calls as fit."""
     for _ in range(2):
         run()
     synchronize(device)
@@ -139,7 +139,7 @@ def median_ms(run: Callable[[], object], device: str, seconds: float = POINT_S) 
 
 
 class Rehearsed(CompiledStep):
-    """Graphs on a CPU: a recorder that runs the pass again stands for a replay."""
+    """CUDA graphs rehearsed on a CPU: a recorder that runs the pass again in place of a replay."""
 
     def get(self, build: bool) -> float:
         self._weights, self._version = [], 0
@@ -160,7 +160,7 @@ def again(function: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
 
 @contextmanager
 def captured(target: TransformersTarget, is_wanted: bool) -> Iterator[str]:
-    """The target with CUDA graphs, or plain; says why not, else nothing."""
+    """The target with CUDA graphs, or plain; returns why not, else nothing."""
     graph, why = target.step.graph, ""
     if is_wanted and graph is None:
         if target.device.type == "cpu":
@@ -193,7 +193,7 @@ def filled(target: TransformersTarget, slots: int, context: int, more: int) -> S
 
 
 def measure_machine(device: str, small: bool, known: Known) -> dict[str, Any]:
-    """Copying memory, a large product, a launch."""
+    """Memory copy, a large product, a kernel launch."""
     size, side = (2**22, 256) if small else (2**31, 8192)
     source = torch.randn(size // 4, device=device).view(torch.uint8)
     target = torch.empty_like(source)
@@ -217,8 +217,8 @@ def measure_machine(device: str, small: bool, known: Known) -> dict[str, Any]:
 
 
 def measure_passes(shape: str, device: str, small: bool, known: Known) -> dict[str, Any]:
-    """T(n) of verified passes: tokens a row, rows, context, plain and captured, beside what the device's speeds
-    allow."""
+    """T(n) of verified passes: tokens per row, rows, context, plain and captured, compared with what the device's
+    speeds allow."""
     target = load_target(model_of(shape, device, small), compile=False)
     speeds = known.get("machine", {})
     widths, batches, contexts = ((1, 8), (1, 2), (64,)) if small else (WIDTHS, BATCHES, CONTEXTS)
@@ -253,7 +253,7 @@ def measure_passes(shape: str, device: str, small: bool, known: Known) -> dict[s
 
 
 def ways_of(target: TransformersTarget) -> dict[str, Any]:
-    """Graphs by how the pass runs: plainly, captured as transformers writes it, captured with our kernels."""
+    """Graphs by how the pass runs: plain, captured with transformers' code, captured with our kernels."""
     graph = target.step.graph
     if graph is None:
         return {"plain": None}
@@ -264,7 +264,7 @@ def ways_of(target: TransformersTarget) -> dict[str, Any]:
 
 
 def verifying(target: TransformersTarget, cache: SlotCache, width: int) -> Callable[[], object]:
-    """A verified pass of `width` tokens a row over all slots, which leaves nothing behind."""
+    """A verified pass of `width` tokens per row over all slots, which leaves no state behind."""
     rows, noise = range(cache.slots), torch.Generator().manual_seed(width)
     tokens = torch.randint(target.spec.vocabulary, (cache.slots, width), generator=noise).to(target.device)
     draft = Draft.chain(tokens[:, 1:], torch.full((cache.slots,), width - 1))
@@ -272,7 +272,7 @@ def verifying(target: TransformersTarget, cache: SlotCache, width: int) -> Calla
 
 
 class Floor:
-    """What a pass can't be faster than: the bytes that it reads, the products that it makes."""
+    """A lower bound on a pass's time: the bytes it reads, the products it computes."""
 
     def __init__(self, target: TransformersTarget, batch: int, context: int, speeds: Known):
         model: Any = target.model
@@ -286,10 +286,10 @@ class Floor:
         self.attended = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * context
 
     def beside(self, width: int, ms: float) -> dict[str, float]:
-        """The floor of a pass, and how much of the device's speed a pass of `ms` takes."""
+        """The floor of a pass, and the share of the device's speed that a pass of `ms` reaches."""
         moved = self.weights + self.cache
         tokens = self.batch * width
-        made = tokens * (self.weights + self.attended)  # two operations a weight, which takes two bytes
+        made = tokens * (self.weights + self.attended)  # two operations per weight, which takes two bytes
         if not self.speeds.get("copied_gb_per_s"):
             return {}
         reading = moved / self.speeds["copied_gb_per_s"] / 1e6
@@ -299,7 +299,7 @@ class Floor:
 
 
 def ratios(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """T(n) / T(1) of each batch and context, of the faster way."""
+    """T(n) / T(1) for each batch and context, of the faster variant."""
     best: dict[tuple[int, int], dict[int, float]] = {}
     for point in points:
         if "ms" in point:
@@ -315,7 +315,8 @@ def ratios(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measure_loop(shape: str, device: str, small: bool, known: Known) -> dict[str, Any]:
-    """Steps of one text, plain and with replayed drafts: seconds a step, and the share in which no kernel ran."""
+    """Steps of one text, plain and with replayed drafts: seconds per step, and the share of time without a running
+    kernel."""
     target = load_target(model_of(shape, device, small), compile=False)
     prompt = torch.randint(target.spec.vocabulary, (64,), generator=torch.Generator().manual_seed(1)).tolist()
     new, found = 16 if small else 64, Points()
@@ -337,7 +338,7 @@ def measure_loop(shape: str, device: str, small: bool, known: Known) -> dict[str
 
 
 def same_bits(target: TransformersTarget, device: str) -> dict[int, bool]:
-    """By tokens of a pass: whether a text's logits are those of one pass over sixteen, to the last bit."""
+    """By tokens per pass: whether a text's logits are bitwise those of one pass over sixteen."""
     cache, noise = filled(target, 1, 60, 64), torch.Generator().manual_seed(2)
     tokens, begin = torch.randint(target.spec.vocabulary, (1, 16), generator=noise).to(device), cache.lengths[0]
 
@@ -354,7 +355,7 @@ def same_bits(target: TransformersTarget, device: str) -> dict[int, bool]:
 
 
 def replaying(target: TransformersTarget, texts: list[list[int]], right: float = 0.85, width: int = 1) -> Drafter:
-    """Drafts of seven tokens, each right with a chance of `right`."""
+    """Drafts of seven tokens, each right with probability `right`."""
     return Replay(texts, target.spec.vocabulary, depth=7, width=width, right=right, eldest=True)
 
 
@@ -362,7 +363,7 @@ def written(
     target: TransformersTarget, prompts: Sequence[list[int]], new: int, drafter: Drafter | None = None, slots: int = 1,
     on_step: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:  # fmt: skip
-    """Greedy texts of all prompts, whatever ends there."""
+    """Greedy texts of all prompts, ignoring ends of text."""
     texts: list[list[int]] = [[] for _ in prompts]
     state = generation.batch(target, slots, ends=frozenset())
     requests = [Request(prompt, new, Sampling()) for prompt in prompts]
@@ -378,7 +379,7 @@ def written(
 def timed_steps(
     target: TransformersTarget, prompt: list[int], new: int, drafter: Drafter | None, device: str
 ) -> dict[str, Any]:
-    """Milliseconds a step by the wall clock, and of kernels by the profiler."""
+    """Milliseconds per step by the wall clock, and of kernels by the profiler."""
     steps: list[float] = []
     [text] = written(target, [prompt], new, drafter, on_step=lambda: steps.append(time.perf_counter()))
     gaps = sorted(1e3 * (b - a) for a, b in itertools.pairwise(steps))
@@ -408,7 +409,7 @@ def last_step(kernels: Sequence[tuple[float, float, str]]) -> dict[str, Any]:
 
 
 def measure_exactness(device: str, small: bool, known: Known) -> dict[str, Any]:
-    """Greedy texts of the demo target with replayed drafts against plain ones: equal, or rounding ties by their
+    """Greedy texts of the demo target with replayed drafts compared with plain ones: equal, or rounding ties judged by
     margin."""
     count, new = (2, 16) if small else (16, 96)
     found = Points()
@@ -457,7 +458,7 @@ def measure_syncs(device: str, small: bool, known: Known) -> dict[str, Any]:
                 drafter = None if kind == "none" else load_drafter(kind, target, **settings)
                 written(target, prompts, 16, drafter)
                 point |= waits(target, prompts, 8 if small else 32, drafter, device)
-        except Exception as error:  # one drafter's failure is its own
+        except Exception as error:  # one drafter's failure does not stop the others
             point["error"] = f"{type(error).__name__}: {first_line(error)[:300]}"
         found.append(point)
     return {"points": found}
@@ -466,7 +467,7 @@ def measure_syncs(device: str, small: bool, known: Known) -> dict[str, Any]:
 def waits(
     target: TransformersTarget, prompts: list[list[int]], new: int, drafter: Drafter | None, device: str
 ) -> dict[str, Any]:
-    """Waits a step by the line of ours that made them; milliseconds a step."""
+    """Waits per step by the line of ours that caused them; milliseconds per step."""
     steps: list[float] = []
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -493,7 +494,7 @@ TRAINED = "dspark", "dflash", "eagle3"
 def measure_training(
     shape: str, device: str, small: bool, known: Known, compiled: bool = False
 ) -> dict[str, Any]:  # fmt: skip
-    """Steps of training with live features: tokens a second, share of the device's products, memory."""
+    """Training steps with live features: tokens per second, share of the device's product speed, memory."""
     batch, length, steps = (2, 64, 2) if small else (8, 2048, 4)
     target = load_target(model_of(shape, device, small), compile=False)
     layers: Any = target.model
@@ -572,8 +573,8 @@ def measure_acceptance(device: str, small: bool, known: Known) -> dict[str, Any]
 
 
 def measure_attention(device: str, small: bool, known: Known) -> dict[str, Any]:
-    """One layer's attention of few rows over a long cache, in the ways that torch offers: milliseconds, and the share
-    of the speed of memory."""
+    """One layer's attention of few rows over a long cache, in each of torch's variants: milliseconds, and the share of
+    the memory speed."""
     found, speed = Points(), known.get("machine", {}).get("copied_gb_per_s")
     for batch, context, width in itertools.product((1, 4, 16, 64), (64,) if small else (1024, 8192), (1, 8)):
         given = attention_of(batch, context, width, device, small)
@@ -603,14 +604,14 @@ def attention_of(batch: int, context: int, width: int, device: str, small: bool)
 
 
 def by(backend: SDPBackend | None, way: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
-    """Attention by one of torch's kernels, where one is named and the device has it."""
+    """Attention by one of torch's kernels, if one is named and the device has it."""
     with nothing() if backend is None or given[0].device.type == "cpu" else sdpa_kernel(backend):
         return way(*given)
 
 
 def new_lengths(backend: SDPBackend, device: str, small: bool) -> float:
-    """Milliseconds of one layer's attention when every call has another number of columns, as the steps of a text
-    have."""
+    """Milliseconds of one layer's attention when every call has a different number of columns, as in the steps of a
+    text."""
     q, k, v, mask = attention_of(1, 64 if small else 1024, 8, device, small)
     ends = iter(range(k.shape[2] // 2, k.shape[2]))
 
@@ -622,12 +623,12 @@ def new_lengths(backend: SDPBackend, device: str, small: bool) -> float:
 
 
 def replayed(function: Callable[[], object], device: str) -> Callable[[], object]:
-    """A function captured, so that launches do not count."""
+    """A captured function, so that launches do not count."""
     return again(function)[0] if device == "cpu" else cuda_graph(function)[0]  # type: ignore[arg-type]
 
 
 def grouped(q: Any, k: Any, v: Any, mask: Any) -> Any:
-    """Query heads that share keys as further rows of one head: nothing is copied."""
+    """Query heads that share keys as additional rows of one head: nothing is copied."""
     batch, heads, width, size = q.shape
     kv = k.shape[1]
     rows = q.view(batch, kv, heads // kv * width, size)
@@ -636,7 +637,7 @@ def grouped(q: Any, k: Any, v: Any, mask: Any) -> Any:
 
 
 def repeated(q: Any, k: Any, v: Any, mask: Any) -> Any:
-    """As transformers does it: keys and values copied to every query head."""
+    """As in transformers: keys and values copied to every query head."""
     times = q.shape[1] // k.shape[1]
     return scaled_dot_product_attention(
         q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1), attn_mask=mask
@@ -669,7 +670,7 @@ TESTS = ["tests/targets/test_cuda_graphs.py", "tests/targets/test_gpu_pass.py", 
 
 
 def measure_tests(device: str, small: bool, known: Known) -> dict[str, Any]:
-    """The contract suite with its target on the device, and the tests that are marked `gpu`."""
+    """The contract suite with its target on the device, and the tests marked `gpu`."""
     tests = TESTS[:2] if small else TESTS
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "--no-header", "-p", "no:cacheprovider"]
     workers = [] if small else ["-n", "10"]
@@ -685,7 +686,7 @@ def measure_tests(device: str, small: bool, known: Known) -> dict[str, Any]:
 
 
 def measure_demo(device: str, small: bool, known: Known) -> dict[str, Any]:
-    """The best drafter's recipe on the demo target: answers, training, and what its drafts bring."""
+    """The best drafter's recipe on the demo target: answers, training, and the speed-up of its drafts."""
     recipe = Path(__file__).with_name("best.yaml")
     with tempfile.TemporaryDirectory() as place:
         changes: dict[str, Any] = {"target.device": device, "prepare.folder": f"{place}/answers"}
@@ -707,7 +708,7 @@ def measure_demo(device: str, small: bool, known: Known) -> dict[str, Any]:
 
 
 def measure_step(shape: str, device: str, small: bool, known: Known) -> dict[str, Any]:
-    """A step with Python between its graphs, and the same as one graph."""
+    """A step with Python between its graphs, and the same step as one graph."""
     target = load_target(model_of(shape, device, small), compile=False)
     with captured(target, True) as why:
         return {**gpu_step.measure(target, device, small, Points()), "not_captured": why}
