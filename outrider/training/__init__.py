@@ -1,1 +1,1 @@
-"""Train a drafter's model on features of its target.  Knows losses and rows, never a method."""
+"""Train a drafter's model on features of its target.  Handles losses and rows, and is independent of the method."""

@@ -26,91 +26,94 @@ FREE = frozenset({
     "save_every", "log_every", "calibrate", "steps", "epochs", "keep", "probe_every", "patience", "track",
     "distributed", "recompute", "read_ahead", "sequence_parallel", "target_processes",
 })  # fmt: skip
-"""Settings that change what is written, not what is learnt; another number of steps goes on along another curve."""
+"""Settings that can change on resume: they affect what is written, not what is learnt.  With a new number of steps the
+learning rate moves to the new curve."""
 
 
 class Config(Base):
     """How a draft model is trained."""
 
     steps: PositiveInt | None = 10_000
-    """Training steps, each of `accumulate` times `batch` texts.  If raised after a run has ended, training continues
-    from its checkpoint; see docs/training.md."""
+    """Training steps, each of `accumulate` times `batch` texts.  If raised after a run has ended, training resumes from
+    its checkpoint; see docs/training.md."""
     epochs: PositiveFloat | None = None
-    """Passes over the answers, in place of `steps`."""
+    """Passes over the answers, instead of `steps`."""
     lr: PositiveFloat = 6e-4
     """Peak learning rate, after the warm-up."""
     optimizer: Kind = "adamw"
-    """adamw, or muon for the inner matrices and adamw for the rest: fewer steps at small sizes."""
+    """adamw, or muon for the inner matrices and adamw for the rest; muon needs fewer steps for small models."""
     warmup: NonNegativeFloat = 0.04
-    """Share of the steps over which the rate rises; then it falls along a cosine to 0."""
+    """Share of the steps over which the learning rate rises; it then falls to 0 along a cosine."""
     batch: PositiveInt = 8
     """Texts per batch."""
     accumulate: PositiveInt = 1
-    """Batches per step, whose gradients are added up: a step of more texts than fit into memory at once."""
+    """Batches per step, with gradients added up, for steps of more texts than fit into memory at once."""
     tokens: PositiveInt | None = None
-    """Number of tokens, padding included, that are in memory at once: the texts of a step, `batch` times `accumulate`,
-    lie side by side in batches of at most so many, and the step learns the same.  Unless given, the texts of a batch
-    are padded to the longest."""
+    """Maximum number of tokens in memory at once, padding included: the texts of a step (`batch` times `accumulate`)
+    are packed into batches of at most this size, with the same result.  By default, the texts of a batch are padded to
+    the longest."""
     recompute: bool = False
-    """Keep the inputs of the draft model's layers alone and compute the layers again in the backward pass (activation
-    checkpointing): less memory, more time, and the same gradients."""
+    """Store only the inputs of the draft model's layers and recompute the layers in the backward pass (activation
+    checkpointing): less memory, more time, the same gradients."""
     read_ahead: bool = False
-    """The target reads the texts of the next batch while this one trains, where features are live and too large to be
-    cached.  Stored features are always read so."""
+    """Compute the target's features of the next batch while this one trains, if features are live and too large to
+    cache.  Stored features are always prefetched."""
     loss: Annotated[dict[str, float], AfterValidator(losses.check)] = Field(default={"ce": 0.1, "tv": 1.8})
-    """Divergences and their weights; `kl` is short for {kl: 1}."""
+    """Divergences and their weights; `kl` means {kl: 1}."""
     extra: dict[str, float] = Field(default={})
-    """Weights of the method's own terms, such as confidence; 1 unless named."""
+    """Weights of the method's own loss terms, such as confidence; 1 by default."""
     position: Annotated[dict[str, float], AfterValidator(rows.check)] = Field(default={})
-    """Weights by depth in place of the method's own: {exp: g}, {power: b} or {dpace: floor}."""
+    """Weights by depth that replace the method's own: {exp: g}, {power: b} or {dpace: floor}."""
     select: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the rows that train: those whose loss exceeds the reference's most (AdaSPEC; 0.4 is the paper's)."""
+    """Share of the rows that train: those whose loss exceeds the reference's most (AdaSPEC; the paper uses 0.4)."""
     reference: str | None = None
-    """Checkpoint of a drafter of the same kind, trained on all rows, that `select` compares with."""
+    """Checkpoint that `select` compares with: a drafter of the same kind, trained on all rows."""
     weight_decay: NonNegativeFloat = 0.0
-    """In every step weights shrink by this share times the learning rate."""
+    """Each step shrinks the weights by this share times the learning rate."""
     clip: PositiveFloat = 1.0
-    """Largest gradient norm."""
+    """Maximum gradient norm."""
     skip: NonNegativeInt = 3
-    """Number of steps in a row whose loss or gradient may be not finite: they change nothing.  After one more the last
-    checkpoint's weights are taken again, once; 0 ends at the first."""
+    """Maximum number of consecutive bad steps, such as with a loss or gradient that is not finite; they are skipped.
+    After one more, training restores the last checkpoint's weights, once; 0 ends training at the first bad step."""
     spike: NonNegativeFloat = 10.0
-    """A loss of more than so many times the median of the last 32 steps makes a bad step too; 0 takes every finite
+    """A step is also bad if its loss exceeds this many times the median of the last 32 steps; 0 accepts every finite
     loss."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number type of the passes (autocast) and of Muon's iterations; weights and moments are float32.  auto: the
-    fastest."""
+    fastest on this machine."""
     distributed: Way = "ddp"
-    """Where a launcher started several processes, which share the rows of every batch, so that a step learns the same
-    texts however many they are.  ddp: all weights are in each; fsdp: a part of the weights and moments is in each
-    (FSDP2).  One process has no use for it."""
+    """How several processes, started by a launcher, train together; they split the rows of every batch, so a step
+    uses the same texts for any number of processes.  ddp: each has all weights; fsdp: each has a part of the weights
+    and moments (FSDP2).  No effect with one process."""
     sequence_parallel: PositiveInt = 1
-    """Number of processes that share each text, for texts whose activations one can't hold: each has every N-th
-    position, and at every attention they exchange positions for heads.  It must divide the number of processes and the
+    """Number of processes that split each text, for texts whose activations exceed one process's memory: each has every
+    N-th position, and every attention exchanges positions for heads.  It must divide the number of processes and the
     drafter's kv_heads.  For dflash and dspark."""
     target_processes: NonNegativeInt = 0
-    """Number of the processes, the last ones, that only read the target, whose layers the others then do not load, and
-    send its states, one batch ahead.  0: each reads for itself.  For `outrider train` with live features, and ddp."""
+    """Number of processes, the last ones, that only run the target and send its states to the others, one batch ahead;
+    the others do not load its layers.  0: each process runs the target itself.  For `outrider train` with live features
+    and ddp."""
     seed: int = 0
-    """Seed of weights, order of texts and draws."""
+    """Seed of initial weights, order of texts and random draws."""
     save_every: PositiveInt = 500
-    """Steps between two checkpoints."""
+    """Steps between checkpoints."""
     keep: NonNegativeInt = 2
     """Number of earlier checkpoints kept in `checkpoints/step-N`, besides the newest in `checkpoint`."""
     probe_every: NonNegativeInt = 0
-    """Steps between two measurements of acceptance on held-out answers and prompts, of which the best checkpoint is
-    kept and used; 0 measures at the end alone."""
+    """Steps between measurements of acceptance on held-out answers and prompts; the best checkpoint is kept and used.
+    0 measures only at the end."""
     patience: NonNegativeInt = 0
-    """Number of such measurements in a row without a better one, after which training ends; 0 goes on to the end."""
+    """Number of consecutive such measurements without improvement after which training ends; 0 never ends it early."""
     log_every: PositiveInt = 20
-    """Steps between two rows of metrics.jsonl."""
+    """Steps between rows of metrics.jsonl."""
     track: Annotated[list[str], AfterValidator(trackers.known)] = Field(default=[])
-    """Where metrics also go: tensorboard, wandb, trackio; each needs accelerate and the package of its name."""
+    """Trackers that also get the metrics: tensorboard, wandb, trackio; each needs accelerate and the package of its
+    name."""
     held_out: NonNegativeInt = 32
-    """Answers that do not train, at most one in 16: acceptance is measured on them at the end, to compare serving
-    with."""
+    """Answers excluded from training, at most one in 16; acceptance is measured on them at the end, as a reference for
+    serving."""
     calibrate: NonNegativeInt = 0
-    """Held-out prompts of `evaluate.tasks` on which confidences are calibrated after training; 0 leaves them as
+    """Number of held-out prompts of `evaluate.tasks` to calibrate confidences on after training; 0 leaves them as
     trained."""
 
     @model_validator(mode="before")
@@ -130,7 +133,7 @@ class Config(Base):
 
     @property
     def last_step(self) -> int:
-        """`steps`, where `epochs` are resolved."""
+        """`steps`, once `epochs` are resolved."""
         assert self.steps is not None
         return self.steps
 

@@ -1,6 +1,6 @@
-"""Steps that would harm a draft model are not taken: skipped, then the last checkpoint, then the end.
+"""Protect a draft model from bad steps: skip them, then restore the last checkpoint, then end training.
 
-Bad is a step whose loss or gradient is not finite, or whose loss is a spike: many times what the last steps had.
+A step is bad if its loss or gradient is not finite, or its loss is a spike: many times that of recent steps.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from outrider.training.step import chunk_size, first_of
 
 log = logging.getLogger(__name__)
 REMEMBERED, FEWEST = 32, 8
-"""Losses of good steps that a spike is measured by; with fewer than FEWEST none is seen."""
+"""Number of recent good losses that spikes are measured against; with fewer than FEWEST no spike is detected."""
 
 
 class Held:
-    """An optimiser whose step waits until the loss is known to be good; see `Guard.meet`."""
+    """An optimiser whose step is deferred until the loss is known to be good; see `Guard.meet`."""
 
     def __init__(self, optimizer: Optimizers):
         self.optimizer = optimizer
         self.lr: float | None = None
-        """Of the step that waits; None where none does."""
+        """Learning rate of the pending step; None if there is none."""
         self.noise = torch.get_rng_state()
         """The random state before the step's first batch."""
 
@@ -45,16 +45,16 @@ class Held:
         self.lr = lr
 
     def take(self) -> None:
-        """Take the step."""
+        """Take the pending step."""
         assert self.lr is not None
         self.optimizer.step(self.lr)
 
 
 class Guard:
-    """A bad step changes nothing, and training goes on with the next batch.
+    """Skips bad steps: they change nothing, and training continues with the next batch.
 
-    After more than `train.skip` in a row the weights and moments of the last checkpoint are taken again; where that
-    does not help either, training ends.
+    After more than `train.skip` in a row, the weights and moments of the last checkpoint are restored; if that does not
+    help, training ends.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Guard:
         self.config, self.place, self.model, self.optimizer = config, place, model, optimizer
         self.processes = processes
         self.held: Any = Held(optimizer)
-        """Given to `step.optimise` in the optimiser's place."""
+        """Passed to `step.optimise` in place of the optimiser."""
 
     def meet(self, figures: dict[str, Any], facts: dict[str, Any], batch: Callable[[], Iterator[Batch]]) -> None:
-        """Judge a step of the training that these facts describe: take it, or put into `figures` why it is `bad`.
+        """Judge a step of the training that these facts describe: take it, or store in `figures` why it is `bad`.
 
-        batch: gives the step's batches once more, to find where it went wrong.
-        Raises TrainingError for one bad step too many.
+        batch: gives the step's batches again, to find where it went wrong.
+        Raises TrainingError after too many bad steps.
         """
         if "bad" in figures:
             figures["bad"] += first_of(self.processes, self._blame(batch))
@@ -95,7 +95,7 @@ class Guard:
             raise TrainingError(f"{problem}. The last checkpoint is intact; {rate}")
 
     def _spike(self, loss: float, before: list[float]) -> str | None:
-        """What is wrong with a finite loss; None where it is like those before it."""
+        """Why a finite loss is a spike; None if it is not."""
         if not self.config.spike or len(before) < FEWEST:
             return None
         usual = statistics.median(before)
@@ -110,10 +110,10 @@ class Guard:
         )
 
     def _blame(self, batch: Callable[[], Iterator[Batch]]) -> str:
-        """The first module that makes values that are not finite of finite ones; empty where none does."""
+        """A note on the first module that turns finite values into values that are not; empty if there is none."""
         is_split = self.config.distributed == "fsdp" or self.config.sequence_parallel > 1
         if is_split and self.processes.count > 1:
-            return ""  # its passes are made by all processes at once, and the others may see nothing wrong
+            return ""  # a pass needs all processes, and the others may see nothing wrong
         after = torch.get_rng_state()
         torch.set_rng_state(self.held.noise)
         try:
@@ -123,7 +123,7 @@ class Guard:
         return "" if module is None else f"; first bad module: {module}"
 
     def _restore(self) -> bool:
-        """Take the last checkpoint's weights and moments; whether there was one with both."""
+        """Restore the last checkpoint's weights and moments.  Returns False if there is none with both."""
         if not checkpoint.is_there(self.place):
             return False
         state = checkpoint.load_state(self.place)
@@ -136,12 +136,12 @@ class Guard:
 
 @torch.no_grad()
 def first_bad_module(model: DraftModel, batches: Iterator[Batch], dtype: str) -> str | None:
-    """The first module whose output is not finite although its input is, by name and type; None where all are fine."""
+    """Name and type of the first module whose output is not finite although its input is; None if there is none."""
     bad_modules: list[str] = []
 
     def looked(name: str) -> Callable[..., None]:
         def look(module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
-            # an attention mask is -inf where nothing is seen
+            # an attention mask is -inf at masked positions
             is_fed_bad = any(bool((v.isnan() | v.isposinf()).any()) for v in _floats((inputs, named)))
             if not bad_modules and not is_fed_bad and any(not bool(v.isfinite().all()) for v in _floats(output)):
                 bad_modules.append(f"{name} ({type(module).__name__})")
@@ -161,7 +161,7 @@ def first_bad_module(model: DraftModel, batches: Iterator[Batch], dtype: str) ->
             if bad_modules:
                 break
     finally:
-        torch.clear_autocast_cache()  # it holds weights cast without a gradient
+        torch.clear_autocast_cache()  # it holds weights that were cast without a gradient
         for hook in hooks:
             hook.remove()
     return bad_modules[0] if bad_modules else None

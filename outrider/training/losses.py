@@ -1,13 +1,13 @@
-"""How far a draft's distribution is from the target's, row by row: one signature, one reduction.
+"""Divergences of a draft's distribution from the target's, row by row, with one signature and one reduction.
 
-Every divergence takes draft and target logits [m, V] and labels [m], and gives [m] float32.  p is the target's
+Every divergence takes draft and target logits [m, V] and labels [m], and returns [m] float32.  p is the target's
 distribution, q the draft's, alpha = sum(min(p, q)) the expected acceptance, TV = 1 - alpha.  Softmaxes are float32:
 bf16 loses mass.
 
-A draft over a reduced vocabulary has logits of -inf elsewhere.  p is never renormalised: its probability there is
-acceptance lost, and counts.  Forward KL, infinite by its definition, is then sum p log(p / q) - sum p + 1 over what can
-be drafted, the generalised divergence of the two measures, and plain KL where all can; such a row weighs what p has
-there.
+A draft over a reduced vocabulary has logits of -inf for all other tokens.  p is never renormalised: its mass on them is
+lost acceptance, and counts.  Forward KL, which would be infinite, is then sum p log(p / q) - sum p + 1 over the tokens
+that can be drafted: the generalised divergence of the two measures, which is plain KL if all tokens can be drafted.
+Such a row is weighted by p's mass on those tokens.
 """
 
 import math
@@ -58,17 +58,16 @@ def tv(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
 
 
 def lk_alpha(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
-    """-log alpha: TV's gradient divided by alpha, so it does not vanish where the draft is poor.  (arXiv
-    2602.23881.)"""
+    """-log alpha: TV's gradient divided by alpha, so it does not vanish for poor drafts.  (arXiv 2602.23881.)"""
     return -overlap(target.float().softmax(-1), draft.float().softmax(-1)).clamp(min=1e-9).log()
 
 
 def lk_lambda(draft: Tensor, target: Tensor, labels: Tensor, near: float = 0.0) -> Tensor:
-    """w KL + (1 - w) TV with w = exp(-near): KL while far, TV when near.  (arXiv 2602.23881, with SpecForge's rate of
-    1.)
+    """w KL + (1 - w) TV with w = exp(-near): KL at low overlap, TV at high overlap.  (arXiv 2602.23881, with
+    SpecForge's rate of 1.)
 
-    near: mean overlap of draft and target over all rows, when it was last measured.  With a w for each row, KL's large
-    gradients would go to rows that can't be learnt.
+    near: mean overlap of draft and target over all rows, as last measured.  With one w per row, KL's large gradients
+    would go to rows that can't be learnt.
     """
     p, q = _logs(draft, target)  # once for both
     weight = math.exp(-near)
@@ -83,7 +82,7 @@ def _logs(draft: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def _forward(p: Tensor, q: Tensor) -> Tensor:
     """Forward KL, generalised, of log p and log q."""
     probs = p.exp()
-    # where all can be drafted, three more passes over [m, V] change nothing; another device would be waited for
+    # saves three passes over [m, V] if all tokens can be drafted; on a GPU the check would synchronise
     if q.device.type == "cpu" and bool(q.detach().amin() > -torch.inf):
         return (probs * (p - q)).sum(-1)
     beyond = q == -torch.inf
@@ -98,11 +97,11 @@ def _finite(logs: Tensor) -> Tensor:
 
 DIVERGENCES: dict[str, Divergence] = {f.__name__: f for f in (ce, kl, rkl, jsd, tv, lk_alpha, lk_lambda)}
 BY_OVERLAP = frozenset({"lk_lambda"})
-"""Those that take the mean overlap as well."""
+"""Divergences that also take the mean overlap."""
 
 
 def check(loss: dict[str, float]) -> dict[str, float]:
-    """The loss asked for, every name known.  Raises ConfigError with the nearest name."""
+    """Validate the names of a loss.  Raises ConfigError with the nearest name for an unknown one."""
     for name in loss:
         if name not in DIVERGENCES:
             raise ConfigError(f"unknown loss {name!r}{nearest(name, DIVERGENCES)}")
@@ -112,7 +111,7 @@ def check(loss: dict[str, float]) -> dict[str, float]:
 
 
 def combine(loss: Mapping[str, float], draft: Tensor, target: Tensor, labels: Tensor, near: float = 0.0) -> Tensor:
-    """The weighted sum of divergences, [m].  near as in `lk_lambda`, for those of `BY_OVERLAP`."""
+    """The weighted sum of divergences, [m].  near: as in `lk_lambda`, for those in `BY_OVERLAP`."""
     total = draft.new_zeros(())
     for name, weight in loss.items():
         extra = (near,) if name in BY_OVERLAP else ()

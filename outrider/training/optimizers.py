@@ -1,5 +1,5 @@
-"""The optimisers of a training, stepped as one: AdamW for every weight, or Muon for inner matrices and AdamW for the
-rest."""
+"""The optimisers of a training run, stepped as one: AdamW for every weight, or Muon for inner matrices and AdamW for
+the rest."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,29 +14,29 @@ Kind = Literal["adamw", "muon"]
 
 
 ADAMW_ONLY = frozenset({"lm_head", "queries", "level", "rank_head", "ngram_table"})
-"""Names of matrices that Muon must not take: heads over a part of the vocabulary or over classes, learnt rows, and
-rows that are looked up."""
+"""Names of matrices that Muon must not optimise: heads over a reduced vocabulary or over classes, learnt rows, and
+lookup tables."""
 
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""Coefficients of Muon's quintic, with the steepest slope at 0 (Jordan et al. 2024); five rounds of it."""
+"""Coefficients of Muon's quintic, which maximise the slope at 0 (Jordan et al. 2024); used for five iterations."""
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum made orthogonal, its step scaled to AdamW's size.  With iterations in bfloat16 it equals
-    torch.optim.Muon, which has no other type; on a CPU without bfloat16 units those iterations would take two thirds of
-    a step.
+    """Orthogonalised Nesterov momentum, with the step scaled to AdamW's size.  With iterations in bfloat16 it equals
+    torch.optim.Muon, which supports no other type; on a CPU without bfloat16 units those iterations would take two
+    thirds of a step.
     """
 
     def __init__(
         self, weights: Sequence[Tensor], weight_decay: float, dtype: torch.dtype, layout: Weights,
         momentum: float = 0.95,
     ):  # fmt: skip
-        """layout: how weights lie in the processes; an iteration takes the whole of each, in every process."""
+        """layout: how weights are distributed over processes; every process iterates on the whole of each matrix."""
         super().__init__(weights, {"lr": 1e-3, "weight_decay": weight_decay, "momentum": momentum})
         self.layout = layout
         self.dtype = dtype
-        """Type of the iterations; weights and momentum keep theirs."""
+        """Type of the iterations; weights and momentum keep their own."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -67,17 +67,17 @@ def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Optimizers:
-    """AdamW for all weights; or Muon for matrices that turn states into states, its iterations in `dtype`.
+    """AdamW for all weights; or Muon, with iterations in `dtype`, for matrices that map hidden states to hidden states.
 
-    Embeddings, output layers, norms and biases stay with AdamW: Muon takes no matrix with the vocabulary
-    as one side, and none named in `ADAMW_ONLY`.
+    Embeddings, output layers, norms and biases stay with AdamW: Muon skips matrices with the vocabulary as one
+    dimension, and those named in `ADAMW_ONLY`.
     """
 
     def __init__(
         self, model: nn.Module, kind: Kind, vocabulary: int, weight_decay: float, dtype: torch.dtype = torch.float32,
         layout: Weights | None = None,
     ):  # fmt: skip
-        """layout: how the model lies in the processes of its training; whole in one unless given."""
+        """layout: how the model is distributed over processes; by default it is whole in one."""
         weights = dict(model.named_parameters())
         inner = [w for name, w in weights.items() if kind == "muon" and _is_inner(name, w, vocabulary)]
         taken = set(map(id, inner))
@@ -116,12 +116,12 @@ def pack(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Optimiser moments by parameter name, and torch's random state.
 
-    layout: how they lie in the processes of the training; whole in one unless given.  is_first: False gives nothing, in
-    a process that only hands its part to another.
+    layout: how they are distributed over processes; by default whole in one.  is_first: if False, the moments are left
+    out, in a process that only contributes its part.
     """
     layout, prepacked = layout or Whole(), {"rng": torch.get_rng_state()}
     for name, parameter in model.named_parameters():
-        for key, value in sorted(optimizer.state_of(parameter).items()):  # in one order, or processes would mix them up
+        for key, value in sorted(optimizer.state_of(parameter).items()):  # the same order in all processes
             whole = layout.full(torch.as_tensor(value))
             if is_first:
                 prepacked[f"{name}/{key}"] = whole
@@ -131,7 +131,7 @@ def pack(
 def unpack(
     state: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizers, layout: Weights | None = None
 ) -> None:  # fmt: skip
-    """Restore a model and an optimiser from what `pack` made."""
+    """Restore an optimiser and the random state from the output of `pack`."""
     layout = layout or Whole()
     torch.set_rng_state(state["rng"])
     parameters = dict(model.named_parameters())

@@ -1,7 +1,7 @@
-"""Weights of rows: by depth, and a selection of the rows worth learning.
+"""Weights of rows: by depth, and by selecting the rows worth learning.
 
-A drafted token matters only where all before it are accepted, so deeper rows weigh less.  A small drafter learns more
-from rows that it can still learn.  Both work on the rows of any method.  M rows of a batch, m of one chunk.
+A drafted token matters only if all tokens before it are accepted, so deeper rows weigh less.  A small drafter gains
+more from rows that it can still learn.  Both work on the rows of any method.  M rows of a batch, m of one chunk.
 """
 
 import math
@@ -15,10 +15,9 @@ from outrider.errors import ConfigError
 from outrider.nn.draft_model import Predictions
 
 Confidence = Callable[[], Tensor]
-"""q of each row's label [m], found when it is asked for."""
+"""q of each row's label [m], computed on demand."""
 Weighing = Callable[[float, Predictions, slice, Confidence], Tensor]
-"""(number, rows, which, q of their labels) to weights [m]; rows that are not learnt get theirs set to 0 by the
-trainer."""
+"""(number, rows, slice, q of their labels) to weights [m]; the caller sets the weights of unlearnt rows to 0."""
 
 
 def exp(decay: float, rows: Predictions, part: slice, confidence: Confidence) -> Tensor:
@@ -34,9 +33,9 @@ def power(base: float, rows: Predictions, part: slice, confidence: Confidence) -
 def dpace(floor: float, rows: Predictions, part: slice, confidence: Confidence) -> Tensor:
     """D-PACE: the gain from improving a row, by the draft's own probabilities.
 
-    With c the draft's probability of the label, s = (1 - floor) c + floor: the product of s up to row j is the
-    probability that a block gets there, and row k weighs the sum of those from k on.  Held constant; the published
-    floor is 0.5.
+    With c the draft's probability of the label and s = (1 - floor) c + floor, the product of s up to row j is the
+    probability that a block reaches it, and row k weighs the sum of these from k on.  Weights carry no gradient; the
+    published floor is 0.5.
     """
     learnt = rows.weight[part] > 0
     _, block = torch.unique_consecutive(rows.block[part], return_inverse=True)
@@ -45,7 +44,7 @@ def dpace(floor: float, rows: Predictions, part: slice, confidence: Confidence) 
     steps[block, depth] = ((1 - floor) * confidence().float() + floor) * learnt
     there = torch.zeros_like(steps)
     there[block, depth] = learnt.float()
-    # a block that continues another, or whose first tokens are known, begins deeper: the rows above count as reached
+    # a block that continues another, or whose first tokens are known, starts deeper: its earlier rows count as reached
     reached = steps.where(there.cumsum(-1) > 0, 1.0).cumprod(-1)
     return reached.flip(-1).cumsum(-1).flip(-1)[block, depth]
 
@@ -54,7 +53,7 @@ WEIGHINGS: dict[str, Weighing] = {f.__name__: f for f in (exp, power, dpace)}
 
 
 def check(position: dict[str, float]) -> dict[str, float]:
-    """One weighing and its number, or none.  Raises ConfigError with the nearest name."""
+    """Validate a position weight: at most one, with its number.  Raises ConfigError with the nearest name."""
     for name, number in position.items():
         if name not in WEIGHINGS:
             raise ConfigError(f"unknown position weight {name!r}{nearest(name, WEIGHINGS)}")
@@ -66,7 +65,7 @@ def check(position: dict[str, float]) -> dict[str, float]:
 
 
 def weights(position: Mapping[str, float], rows: Predictions, part: slice, draft: Tensor | None = None) -> Tensor:
-    """[m] weights of a chunk: the method's own, or those of `position`.  draft: its logits [m, V]; dpace needs them."""
+    """[m] weights of a chunk: the method's own, or those of `position`.  draft: its logits [m, V], needed for dpace."""
     method_weights = rows.weight[part]
     if not position:
         return method_weights
@@ -89,12 +88,12 @@ def most_learnable(
     rows: Predictions, reference: Predictions, share: float, loss: Loss, size: int,
     together: Callable[[Tensor], Tensor] = lambda gains: gains,
 ) -> Tensor:  # fmt: skip
-    """[M] bool: of the learnt rows the `share` whose loss exceeds the reference's most.  (AdaSPEC, arXiv 2510.19779.)
+    """[M] bool: the `share` of learnt rows whose loss exceeds the reference's most.  (AdaSPEC, arXiv 2510.19779.)
 
     The reference is a drafter of the same kind and size, distilled on all rows.  Where it does better, this one can
-    still learn; where both fail, perhaps not.  Rows equal to the last one taken are taken too.
-    size: rows a chunk.  together: gives the gains of all processes' rows for those of this one.
-    Raises ConfigError where the two predict other rows.
+    still learn; where both fail, perhaps not.  Rows tied with the last selected one are selected too.
+    size: rows per chunk.  together: gathers the gains of all processes from those of this one.
+    Raises ConfigError if the two models predict different rows.
     """
     if not torch.equal(rows.labels, reference.labels) or not torch.equal(rows.depth, reference.depth):
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""One step of training: rows of logits against the target's, their loss, its gradient.  Knows no method.
+"""One training step: rows of logits compared with the target's, their loss, its gradient.  Independent of the method.
 
-Logits exist a chunk at a time: each chunk's loss is back-propagated to the rows at once, then the rows' gradient goes
-through the model in one go.
+Logits exist one chunk at a time: each chunk's loss is back-propagated to the rows immediately, then the rows' gradient
+goes through the model in one pass.
 """
 
 from __future__ import annotations
@@ -26,51 +26,51 @@ from outrider.training.optimizers import Optimizers
 from outrider.training.progress.throughput import BACKWARD, StepFlops
 
 CHUNK_ELEMENTS = {"cpu": 2**20}
-"""Logits that exist at once, by device: 4 MiB in float32, and as much of the target's and of gradients, stay near a
-CPU's cores; elsewhere 2**26, 256 MiB: with fewer rows a GPU reads the output layer again and again, and multiplies
-little."""
+"""Logits that exist at once, by device.  On a CPU 4 MiB in float32, and the same for the target's logits and for
+gradients, stay in cache.  Elsewhere 2**26 (256 MiB): with fewer rows a GPU spends its time reading the output layer."""
 
 CACHED_ELEMENTS = 2**18
-"""Logits of the rows whose losses a CPU computes at once: 1 MiB in float32, and the steps between lie in its cache."""
+"""Logits per loss computation on a CPU: 1 MiB in float32, so that intermediate results stay in cache."""
 
 CHUNK_ROWS = 64
-"""Fewest rows of a chunk: with 13, which 150,000 tokens would leave a CPU, every chunk waits for the output layer's
-weights."""
+"""Minimum number of rows per chunk.  A vocabulary of 150,000 would leave a CPU 13 rows, and every chunk would wait for
+the output layer's weights."""
 
 
 class Joined(NamedTuple):
-    """Where a training left the curve of its former number of steps, and at which share of the peak rate."""
+    """Step at which a training left the curve of its former number of steps, and its share of the peak rate there."""
 
     step: int
     rate: float
 
     def length(self, config: Config) -> int:
-        """Steps over which the rate moves to the new curve."""
+        """Number of steps over which the rate moves to the new curve."""
         return max(1, round(config.warmup * (config.last_step - self.step)))
 
 
 class Sums:
-    """What the batches of one step add up to: their gradients lie in the model, scaled as if the first were all."""
+    """Sums over the batches of one step.  Their gradients are in the model, scaled as if the first batch were the only
+    one."""
 
     def __init__(self) -> None:
         self.first: Tensor | None = None
         self.weight: Tensor | None = None
-        """What the first batch's loss is divided by, which is the weight of its rows in one process, and 1 in several;
-        the weight of the rows of every batch so far.  On the device."""
+        """`first`: divisor of every batch's loss: the weight of the first batch's rows in one process, 1 in several.
+        `weight`: total weight of the rows so far.  Both on the device."""
         self.terms: dict[str, Tensor] = {}
-        """The loss and its terms, weighted; not yet divided.  On the device too: a step is read once, at its end."""
+        """The loss and its terms: weighted sums, not yet divided.  Also on the device, which is read once per step."""
         self.shares, self.rows = torch.zeros(0), torch.zeros(0)
-        """By depth: the sum of sum(min(p, q)) over rows, and their number."""
+        """By depth: sum(min(p, q)) summed over rows, and the number of rows."""
 
     @property
     def scale(self) -> float:
-        """What the gradients must be multiplied by, so that each row of all batches weighs the same."""
+        """Factor for the gradients, so that rows weigh the same in all batches."""
         if self.first is None or self.weight is None or self.first is self.weight:
             return 1.0
         return float(self.first / self.weight)
 
     def add(self, weight: Tensor, terms: Mapping[str, Tensor], shares: Tensor, rows: Tensor) -> None:
-        """A batch whose loss was divided by `self.first`."""
+        """Add a batch whose loss was divided by `self.first`."""
         self.weight = weight if self.weight is None else self.weight + weight
         for name, term in terms.items():
             self.terms[name] = self.terms[name] + term if name in self.terms else term
@@ -80,13 +80,13 @@ class Sums:
 
     @property
     def parts(self) -> tuple[float, dict[str, float], list[float], list[float]]:
-        """Weight, terms, shares and rows, as they are sent to other processes."""
+        """Weight, terms, shares and rows, to send to other processes."""
         assert self.weight is not None
         terms = {name: float(term) for name, term in self.terms.items()}
         return float(self.weight), terms, self.shares.tolist(), self.rows.tolist()
 
     def over(self, parts: Sequence[tuple[float, dict[str, float], list[float], list[float]]]) -> Sums:
-        """What the batches of all processes add up to.  parts: of every process."""
+        """The sums over all processes.  parts: `parts` of every process."""
         if len(parts) == 1:
             return self
         total = Sums()
@@ -97,7 +97,7 @@ class Sums:
         return total
 
     def says(self) -> dict[str, Any]:
-        """Loss and terms, and where rows were counted acceptance by depth and mean overlap."""
+        """Loss and terms; if rows were counted, also acceptance by depth and mean overlap."""
         scale = self.scale
         figures: dict[str, Any] = {name: float(term) * scale for name, term in self.terms.items()}
         if not len(self.rows):
@@ -115,13 +115,13 @@ def optimise(
     reference: DraftModel | None = None, near: float = 0.0, joined: Joined | None = None,
     processes: Processes = ALONE, flops: StepFlops | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """One step of the optimiser over these batches, one after the other, as if they were one.
+    """One optimiser step over these batches, processed one after the other as if they were one.
 
-    processes: have other rows of the same batches; all learn from all rows, and find the same.
+    processes: each has different rows of the same batches; all learn from all rows and return the same figures.
 
-    Returns the loss, its terms and, where counted, expected acceptance by depth; `bad` and nothing done where the loss
-    or the gradient is not finite.
-    near: mean overlap of draft and target when it was last measured.  flops: gets those of the step.
+    Returns the loss, its terms and, if counted, expected acceptance by depth.  If the loss or the gradient is not
+    finite, returns `bad` and does not step.
+    near: mean overlap of draft and target, as last measured.  flops: receives those of the step.
     """
     counted = (lambda times: nullcontext()) if flops is None else flops.of
     lr = config.lr * rate(step, config, joined)
@@ -138,7 +138,7 @@ def optimise(
             chosen = None
             if reference is not None:
                 chosen = select(predictions, reference, batch, config, noise, near, processes)
-            with counted(1):  # the heads' backward passes are in it
+            with counted(1):  # includes the heads' backward passes
                 accumulate(predictions, config, is_counted, chosen, near, sums, processes)
         predictions.backward()
     sums = sums.over(processes.weights.reduce(model, sums.parts))
@@ -157,7 +157,7 @@ def optimise(
 
 
 def first_of(processes: Processes, problem: str) -> str:
-    """The problem that the first of all processes has; empty where none has any."""
+    """The first non-empty problem, by rank; empty if no process has one."""
     return next(filter(None, processes.gather(problem)), "")
 
 
@@ -165,8 +165,8 @@ def select(
     predictions: Predictions, reference: DraftModel, batch: Batch, config: Config, noise: Tensor, near: float = 0.0,
     processes: Processes = ALONE,
 ) -> Tensor:  # fmt: skip
-    """[M] bool, which rows train.  noise: the random state under which the rows were drawn; the reference draws the
-    same."""
+    """[M] bool, the rows that train.  noise: the random state before the rows were drawn, so that the reference draws
+    the same ones."""
     after = torch.get_rng_state()
     torch.set_rng_state(noise)
     with torch.no_grad():
@@ -175,7 +175,7 @@ def select(
     loss = functools.partial(losses.combine, config.loss, near=near)
     together = lambda gains: torch.cat(processes.gather(gains.cpu())).to(gains.device)
     chosen = rows.most_learnable(predictions, theirs, config.select, loss, chunk_size(predictions), together)
-    # the cache holds weights cast without a gradient, and the next passes need one
+    # the cache holds weights that were cast without a gradient, but the next passes need one
     torch.clear_autocast_cache()
     return chosen
 
@@ -184,20 +184,20 @@ def accumulate(
     predictions: Predictions, config: Config, is_counted: bool = False, chosen: Tensor | None = None, near: float = 0.0,
     sums: Sums | None = None, processes: Processes = ALONE,
 ) -> Sums:  # fmt: skip
-    """Back-propagate every chunk's loss to its rows.  Returns the sums of the loss over all rows, and where counted of
-    its terms and of acceptance by depth.  Where nothing is counted, no number is read from the device.
+    """Back-propagate every chunk's loss to its rows.  Returns the sums of the loss over all rows and, if counted,
+    of its terms and of acceptance by depth.  If not counted, nothing is read from the device.
 
-    chosen [M] bool: the rows that train; acceptance is counted over all that are to be learnt.
-    sums: of the step's batches before this one; gets this one's, and is returned.
-    processes: have other rows of the batch; of several none divides yet.
+    chosen [M] bool: the rows that train; acceptance is counted over all learnt rows.
+    sums: of the step's earlier batches; this batch is added, and the same object is returned.
+    processes: each has different rows of the batch; with several, the loss is divided later, over all of them.
     """
     sums = Sums() if sums is None else sums
     learnt = predictions.weight > 0 if chosen is None else chosen
-    # D-PACE needs a row's logits for its weight, so its blocks are counted, not weighed
+    # D-PACE weights need the rows' logits, so the total is a count of rows instead of a sum of weights
     counts = "dpace" in config.position
     weights = learnt.float() if counts else rows.weights(config.position, predictions, slice(None)) * learnt
     local_total = weights.sum().clamp(min=1e-9)
-    if sums.first is None:  # what all processes have is known at the end of the step
+    if sums.first is None:  # the total over all processes is known only at the end of the step
         sums.first = local_total if processes.count == 1 else torch.ones_like(local_total)
     total = sums.first
     terms_at = {"loss": torch.zeros((), dtype=torch.float64, device=total.device)}
@@ -225,7 +225,7 @@ def accumulate(
             depth = predictions.depth[part].cpu()[is_own]
             shares.index_add_(0, depth, share[is_own])
             rows_at.index_add_(0, depth, torch.ones(len(depth)))
-        del draft, target, gradient, extra, learning  # or the next chunk's logits would be made beside these
+        del draft, target, gradient, extra, learning  # or the next chunk's logits would be allocated beside these
     sums.add(local_total, terms_at, shares, rows_at)
     return sums
 
@@ -234,10 +234,11 @@ def diverge(
     loss: Mapping[str, float], draft: Tensor, target: Tensor, labels: Tensor, weight: Tensor, near: float,
     is_counted: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Divergences of a chunk's rows [m], the gradient of their weighted sum to `draft` [m, V], and where counted the
-    rows' overlaps [m].
+    """Divergences of a chunk's rows [m], the gradient of their weighted sum with respect to `draft` [m, V], and, if
+    counted, the rows' overlaps [m].
 
-    Row by row the same as in one go; a few at a time, what lies between logits and gradient stays in a CPU's cache.
+    On a CPU a few rows are processed at a time, so that intermediate results stay in cache; each row's result is the
+    same.
     """
 
     def in_one_go(here: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -261,7 +262,7 @@ def diverge(
 
 
 def _weighted(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> dict[str, Tensor]:
-    """The method's own terms times what `train.extra` says.  Raises ConfigError for a weight of no term."""
+    """The method's own terms times their weights in `train.extra`.  Raises ConfigError for an unknown term."""
     unknown = sorted(weights.keys() - terms.keys())
     if unknown:
         end = nearest(unknown[0], terms) if terms else "; it has none at all, leave out train.extra"
@@ -270,7 +271,7 @@ def _weighted(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> dict
 
 
 def chunk_size(predictions: Predictions) -> int:
-    """Rows whose logits exist at once."""
+    """Number of rows whose logits exist at once."""
     elements = CHUNK_ELEMENTS.get(predictions.labels.device.type, 2**26)
     return max(CHUNK_ROWS, elements // predictions.vocabulary)
 
@@ -278,7 +279,7 @@ def chunk_size(predictions: Predictions) -> int:
 def rate(step: int, config: Config, joined: Joined | None = None) -> float:
     """Share of the peak rate: linear warm-up, then a cosine to 0 at the last step.
 
-    joined: from its step on the rate moves from the former curve to this one, linearly over `warmup` of the steps left.
+    joined: from its step on, the rate moves linearly to this curve, over the share `warmup` of the remaining steps.
     """
     last = config.last_step
     warm = max(1, round(config.warmup * last))
@@ -293,8 +294,8 @@ NONE = "none of inputs, weights and gradients: the loss itself overflowed"
 
 
 def first_bad(model: DraftModel, batch: Batch, layout: Weights | None = None) -> str:
-    """The first tensor, from the input on, that holds a NaN or an infinity.  layout: how the model lies in the
-    processes of its training; whole in one unless given."""
+    """The first tensor that holds a NaN or an infinity, in the order inputs, weights, gradients.  layout: how the model
+    is distributed over processes; by default it is whole in one."""
     local = (layout or Whole()).local
     inputs = [("batch.taps", batch.taps), ("batch.hidden", batch.hidden)]
     weights = [(f"weight {name}", weight) for name, weight in model.named_parameters()]

@@ -1,4 +1,4 @@
-"""The training loop: features in, a step, a checkpoint.  2N steps equal N, a stop, and N more, bit for bit on a CPU."""
+"""The training loop: read features, step, save.  On a CPU, N steps, a stop and N more equal 2N steps bit for bit."""
 
 import logging
 import math
@@ -32,12 +32,12 @@ from outrider.weights import not_finite, weights_of
 
 log = logging.getLogger(__name__)
 LOOK_EVERY = 8
-"""Steps between two measurements of the mean overlap, for losses that depend on it."""
+"""Steps between measurements of the mean overlap, for losses that depend on it."""
 OnStep = Callable[[int, Mapping[str, Any]], None]
 
 
 def with_steps(config: Config, source: FeatureSource) -> Config:
-    """`config` with its epochs as steps."""
+    """`config` with epochs converted to steps."""
     if config.epochs is None:
         return config
     steps = math.ceil(config.epochs * source.steps_per_pass / config.accumulate)
@@ -45,7 +45,7 @@ def with_steps(config: Config, source: FeatureSource) -> Config:
 
 
 def with_dtype(config: Config, folder: str | Path, device: torch.device) -> Config:
-    """`config` with its dtype chosen: that of the checkpoint in `folder`, else the fastest of the device."""
+    """`config` with `auto` resolved: the dtype of the checkpoint in `folder`, else the fastest on the device."""
     if config.dtype != "auto":
         return config
     place = Path(folder) / "checkpoint"
@@ -60,21 +60,22 @@ def train(
     probe: Probe | None = None, reference: DraftModel | None = None, origin: str | None = None, force: bool = False,
     track: Sequence[Tracker] = (), processes: Processes = ALONE,
 ) -> Path:  # fmt: skip
-    """Train `model` to `config.steps`; goes on from a checkpoint that is there.  Returns the best one's folder where
-    `config.probe_every` asks for one, else the newest's.
+    """Train `model` to `config.steps`, resuming from an existing checkpoint.  Returns the folder of the best checkpoint
+    if `config.probe_every` is set, else of the newest.
 
-    Of a run with other `steps` or `epochs` the learning rate joins the curve of the new number; see `step.Joined`.
-    folder: gets `checkpoint/`, `checkpoints/` and `metrics.jsonl`.  probe: measures the model at the end, and every
-    `config.probe_every` steps, into the metrics.
-    reference: the model that `config.reference` names, loaded.  origin: the trained drafter whose weights `model` has
-    and starts from; other models begin with what `DraftModel.begin` gives them.
-    force: go on from a checkpoint also with other settings than it was trained with.
-    track: trackers that get the metrics, besides those that `config.track` names.
-    processes: that train together, each with the same arguments; they share the rows of every batch, and the first one
-    writes.
-    Raises TrainingError where too many losses are not finite (see `Guard`), naming the first bad tensor, and where
-    another process trains there; no good checkpoint is overwritten.
-    KeyboardInterrupt, of Ctrl-C or of SIGTERM: the current step is finished and saved first.
+    If the checkpoint was trained with other `steps` or `epochs`, the learning rate joins the new curve; see
+    `step.Joined`.
+    folder: receives `checkpoint/`, `checkpoints/` and `metrics.jsonl`.  probe: measures the model at the end and every
+    `config.probe_every` steps; its results go to the metrics.
+    reference: the loaded model of `config.reference`.  origin: the trained drafter that `model` has its weights from;
+    without one, `DraftModel.begin` initialises the model.
+    force: resume even if settings differ from those of the checkpoint.
+    track: trackers that receive the metrics, besides those in `config.track`.
+    processes: those that train together, each with the same arguments; they split the rows of every batch, and the
+    first one writes.
+    Raises TrainingError after too many bad steps (see `Guard`), naming the first bad tensor, and if another process is
+    training in `folder`; a good checkpoint is never overwritten.
+    Raises KeyboardInterrupt on Ctrl-C or SIGTERM, after finishing and saving the current step.
     """
     folder = Path(folder)
     check_shared(model, config, processes.count)
@@ -105,7 +106,7 @@ def train(
                 if on_step is not None:
                     on_step(loop.step, figures)
                 if loop.step == config.last_step:
-                    processes.gather(None)  # no step is left to learn in of a stop that was asked for meanwhile
+                    processes.gather(None)  # no step is left in which to learn of a stop requested meanwhile
                 stops = asked_to_stop()
                 loop.save(stops or probes.is_due(loop.step))
                 if stops:
@@ -116,7 +117,7 @@ def train(
 
 
 class _Loop:
-    """A training between two of its steps."""
+    """The state of a training between steps."""
 
     optimizer: Optimizers
     guard: Guard
@@ -131,7 +132,7 @@ class _Loop:
             "config": config.model_dump(mode="json"), "seconds": 0.0, "tokens": 0, "step": 0,
             "world_size": processes.count,
         }  # fmt: skip
-        """What a checkpoint's manifest says of it."""
+        """Stored in a checkpoint's manifest."""
 
     @property
     def step(self) -> int:
@@ -141,13 +142,13 @@ class _Loop:
 
     @property
     def seconds(self) -> float:
-        """Of the training, those before a stop included."""
+        """Duration of the training, including time before a resume."""
         return self._before + time.monotonic() - self._began
 
     def begin(self, origin: str | None, force: bool) -> None:
-        """Take weights and moments of the checkpoint, where there is one; else begin."""
+        """Load weights and moments from the checkpoint if there is one, else initialise them."""
         model, config, facts, layout = self.model, self.config, self.facts, self.processes.weights
-        if origin is not None:  # the texts that it was trained on are not known
+        if origin is not None:  # its training texts are unknown
             facts |= {"from": origin, "ngram_hashes": [None]}
         facts |= resume(self.place, model, facts["config"], force)
         if self.processes.is_first:
@@ -165,7 +166,7 @@ class _Loop:
         self._pace = Pace(model.target.device, config.dtype, facts["tokens"])
 
     def take(self, metrics: Metrics | Unwritten) -> dict[str, Any]:
-        """One step, which metrics get where it is logged.  Returns what it found."""
+        """Take one step and write it to the metrics if it is logged.  Returns its figures."""
         config, facts = self.config, self.facts
         is_logged = (self.step + 1) % config.log_every == 0 or self.step + 1 == config.steps
         looks = not losses.BY_OVERLAP.isdisjoint(config.loss) and self.step % LOOK_EVERY == 0
@@ -186,7 +187,7 @@ class _Loop:
         return figures
 
     def save(self, is_asked: bool) -> None:
-        """Write a checkpoint where one is asked for, or due; those that were due are kept."""
+        """Write a checkpoint if requested or due.  If it is due, the previous one is kept too."""
         is_due = self.step % self.config.save_every == 0 or self.step == self.config.steps
         if not (is_asked or is_due):
             return
@@ -197,12 +198,12 @@ class _Loop:
 
 
 class _Batches:
-    """The batches of one step, each made when it is asked for."""
+    """The batches of one step, created lazily."""
 
     def __init__(self, source: FeatureSource, config: Config, step: int):
         self.source, self.numbers = source, range(step * config.accumulate, (step + 1) * config.accumulate)
         self.budget, self.tokens = config.tokens, 0
-        """Of texts, so far."""
+        """Tokens of texts so far, without padding."""
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.again():
@@ -210,12 +211,12 @@ class _Batches:
             yield batch
 
     def again(self) -> Iterator[Batch]:
-        """The same batches once more, uncounted."""
+        """The same batches again, uncounted."""
         return map(self.source.batch, self.numbers) if self.budget is None else self.source.packed(self.numbers)
 
 
 def check_shared(model: DraftModel, config: Config, processes: int) -> None:
-    """Raises ConfigError for what so many processes can't train together."""
+    """Raises ConfigError if this many processes can't train the model together."""
     parts = config.sequence_parallel
     check_parts(processes, parts)
     if parts > 1:
@@ -234,7 +235,7 @@ def check_shared(model: DraftModel, config: Config, processes: int) -> None:
 
 
 def _check(model: DraftModel, config: Config, folder: Path, reference: DraftModel | None) -> None:
-    """Make the folder.  Refuse what can't be trained there; warn of a slow number type."""
+    """Create the folder.  Refuse settings that can't work, and warn of a slow number type."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -264,8 +265,8 @@ def _save(
     place: Path, model: DraftModel, optimizer: Optimizers, facts: Mapping[str, Any], hash_files: Mapping[str, Path],
     processes: Processes,
 ) -> None:  # fmt: skip
-    """Write the checkpoint, as of one process, with the hashes of all texts that it was trained on; `hash_files`
-    are those not stored yet."""
+    """Write the checkpoint, independent of the number of processes, with the hashes of all training texts.  hash_files:
+    those not stored yet."""
     state = pack(model, optimizer, processes.weights, processes.is_first)
     with processes.weights.whole(model) as whole:
         if whole is not None:
@@ -276,7 +277,7 @@ def _write(
     place: Path, model: DraftModel, state: Mapping[str, Tensor], facts: Mapping[str, Any],
     hash_files: Mapping[str, Path],
 ) -> None:  # fmt: skip
-    """As `_save`, in the process that writes."""
+    """`_save` in the process that writes."""
     if lost := not_finite({**weights_of(model), **state}):
         raise TrainingError(
             f"step {facts['step']}: {', '.join(lost[:4])} is not finite, so no checkpoint is written; the last one is "
@@ -285,14 +286,14 @@ def _write(
     there = checkpoint.whole(place)
     stored = {one["file"]: there / one["file"] for one in facts["ngram_hashes"] if one is not None}
     files = {name: path if path.exists() else hash_files.get(name, path) for name, path in stored.items()}
-    files[checkpoint.PROVENANCE] = place.parent / checkpoint.PROVENANCE  # of the run, where it has one
+    files[checkpoint.PROVENANCE] = place.parent / checkpoint.PROVENANCE  # the run's, if it has one
     checkpoint.save(place, model, facts, state, files)
 
 
 def _name_texts(facts: dict[str, Any], source: FeatureSource) -> dict[str, Path]:
-    """Add the hashes of the texts that are trained on from here to `facts`; returns the new files.
+    """Add the hashes of the texts that training now uses to `facts`; returns the new files.
 
-    One entry for each set of texts; None stands for texts whose hashes are not known.
+    There is one entry per set of texts; None stands for texts with unknown hashes.
     """
     before = facts.setdefault("ngram_hashes", [])
     mine = getattr(source, "ngram_hashes", None)
@@ -311,7 +312,7 @@ def _name_texts(facts: dict[str, Any], source: FeatureSource) -> dict[str, Path]
 def _metrics(
     config: Config, folder: Path, facts: Mapping[str, Any], track: Sequence[Tracker], processes: Processes
 ) -> Metrics | Unwritten:  # fmt: skip
-    """What gets the metrics: the first process writes them."""
+    """The metrics writer: `Metrics` in the first process, `Unwritten` in the others."""
     if not processes.is_first:
         return Unwritten(processes.same({}))
     step = facts["step"]
@@ -322,10 +323,11 @@ def _metrics(
 
 @contextmanager
 def _finish_the_step(processes: Processes) -> Iterator[Callable[[], bool]]:
-    """Ctrl-C, and the SIGTERM of a scheduler, ask for a stop after the current step; a second one stops at once.
+    """Ctrl-C, or a scheduler's SIGTERM, requests a stop after the current step; a second signal stops immediately.
 
-    Of several processes all stop where one was asked; what comes after a step's gradients were summed ends the next
-    one.  There a second signal changes nothing: the launcher passes on what came to every process already.
+    With several processes, all stop if one got a signal; a signal that arrives after a step's gradients were summed
+    takes effect after the next step.  A second signal is then ignored, since the launcher forwards signals that every
+    process has already received.
     """
     requests: list[bool] = []
 
@@ -335,7 +337,7 @@ def _finish_the_step(processes: Processes) -> Iterator[Callable[[], bool]]:
         requests.append(True)
 
     before: dict[int, Any] = {}
-    with suppress(ValueError):  # not the main thread: there no signal arrives
+    with suppress(ValueError):  # not the main thread, which gets no signals
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, ask)
     try:

@@ -1,1 +1,1 @@
-"""What is fitted on the target's own texts once a draft model is trained, or in place of training one."""
+"""Fitting on the target's own texts, after training a draft model or instead of it."""

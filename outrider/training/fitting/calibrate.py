@@ -1,6 +1,6 @@
-"""Calibrate a checkpoint's confidences on drafts of the served drafter, on held-out prompts.
+"""Calibrate a checkpoint's confidences on drafts it makes for held-out prompts.
 
-Half of the prompts are scaled on, the other half are judged on.  M drafts, K slots of a block.
+Half of the prompts are used for fitting, the other half for evaluation.  M drafts, K slots of a block.
 """
 
 import shutil
@@ -30,7 +30,7 @@ from outrider.targets.protocol import Target
 from outrider.training.fitting.scaling import BINS, Outcomes, Scaling, scaling
 
 MIN_DRAFTS = 20 * BINS
-"""Drafts below which a slot's temperature would be noise."""
+"""Minimum number of drafts per slot; with fewer its temperature would be noise."""
 
 
 class _Noting(SamplingJudge):
@@ -38,7 +38,7 @@ class _Noting(SamplingJudge):
 
     draft: Draft
     rows: list[int]
-    """Slots of that draft."""
+    """Cache slots of that draft."""
 
     def __call__(self, draft: Draft, scores: Scores, state: DecodeState) -> Accepted:
         self.draft, self.rows = draft, list(state.rows)
@@ -52,8 +52,8 @@ def watch(
 ) -> Outcomes:  # fmt: skip
     """Continue every prompt; record each confidence and whether its token was accepted.
 
-    on_prompt(how many are done).  Slots after the end of a text are not counted, those up to it are: without the whole
-    draft, tokens that end a text would count where they are rejected and be missing where they are accepted.
+    on_prompt is called with the number of finished prompts.  In a draft that ends a text, slots up to the end count and
+    later ones do not: if such drafts were dropped, tokens that end a text would count only when rejected.
     """
     longest = max(map(len, prompts), default=0)
     if longest + max_new_tokens > target.spec.context:
@@ -76,7 +76,7 @@ def watch(
             )
         if draft.live[b] and draft.confidence is not None:
             promised = draft.confidence[b, : draft.live[b]].to("cpu", torch.float64, copy=True)
-            # a text that ends within a draft gets no token of the target's own
+            # a text that ends within a draft gets no bonus token from the target
             outcomes.append((promised, len(promised), step.accepted, len(step.tokens) == step.accepted, step.request))
         done += step.finish_reason is not None
         if step.finish_reason is not None and on_prompt is not None:
@@ -96,21 +96,21 @@ def watch(
 
 @dataclass(frozen=True)
 class Calibration:
-    """The scaling of a checkpoint, and its errors on held-out prompts."""
+    """The scaling of a checkpoint and its errors on held-out prompts."""
 
     temperatures: list[float]
-    """[K], as they stand in the checkpoint now."""
+    """[K], as now stored in the checkpoint."""
     shifts: list[float]
     before: list[float]
-    """[K] expected calibration error of accepting each slot, with the former scaling."""
+    """[K] expected calibration error of accepting each slot, with the previous scaling."""
     after: list[float]
     noise: list[float]
-    """[K] error of perfect confidences on as many drafts."""
+    """[K] error of perfect confidences on the same number of drafts."""
     drafts: tuple[int, int]
-    """Scaled on, judged on."""
+    """For fitting, for evaluation."""
     prompts: tuple[int, int]
     temperature: float
-    """At which the prompts were continued."""
+    """Sampling temperature."""
     bins: int = BINS
 
 
@@ -119,14 +119,14 @@ def calibrate(
     max_new_tokens: int = 96, temperature: float = 1.0, shifting: bool = True, seed: int = 0, slots: int = 16,
     on_prompt: Callable[[int], None] | None = None,
 ) -> Calibration:  # fmt: skip
-    """Scale the confidences of the checkpoint in `folder` on every second prompt, judge them on the others, and write
-    them.
+    """Fit the confidence scaling of the checkpoint in `folder` on every second prompt, evaluate it on the others, and
+    store it.
 
-    out: a new checkpoint that is written instead, whole or not at all; `folder` is then a published drafter, by its
-    folder or Hugging Face id, which stays as it is.
+    out: write a new checkpoint instead, atomically; `folder` is then a published drafter (a folder or Hugging Face id)
+    and stays unchanged.
 
-    The checkpoint is rewritten whole or not at all, and only its scaling and `calibration` in its manifest change.
-    Raises CheckpointError where it has no confidence head, DataError where the prompts give too few drafts.
+    The checkpoint is rewritten atomically; only its scaling and `calibration` in its manifest change.  Raises
+    CheckpointError if it has no confidence head, DataError if the prompts give too few drafts.
     """
     drafter = load_drafter(folder, target)
     name, head = head_of(drafter, folder)
@@ -159,7 +159,7 @@ def calibrate(
 def _write(
     folder: str | Path, out: Path | None, target: TransformersTarget, weights: dict[str, Tensor], facts: dict[str, Any]
 ) -> None:  # fmt: skip
-    """Change a checkpoint, or make one of a published drafter."""
+    """Amend a checkpoint, or make one from a published drafter."""
     if out is None:
         checkpoint.amend(folder, weights, facts)
         return
@@ -167,12 +167,12 @@ def _write(
     try:
         checkpoint.amend(out, weights, facts)
     except BaseException:
-        shutil.rmtree(out, ignore_errors=True)  # it would be taken for a calibrated one
+        shutil.rmtree(out, ignore_errors=True)  # it would look calibrated
         raise
 
 
 def head_of(drafter: Any, folder: str | Path) -> tuple[str, ConfidenceHead]:
-    """The confidence head of a loaded checkpoint, with its name.  Raises CheckpointError where there is none."""
+    """Name and module of a loaded checkpoint's confidence head.  Raises CheckpointError if there is none."""
     model = getattr(drafter, "model", None)
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, ConfidenceHead):

@@ -1,9 +1,10 @@
-"""Cue words for `relay`: after which words a small model is sure of how the target's sentence goes on.
+"""Cue words for `relay`: words after which a small model predicts the rest of the target's sentence with confidence.
 
-RelayGen (arXiv 2602.06454).  The target's own answers are read by the small model.  Its margin at a token is p1 - p2,
-the difference of its two likeliest tokens there.  Margins from the token after a cue word to the end of the sentence
-are pooled; cues are ranked by their mean, and those are selected whose mean is above that of all other tokens.  Our
-reading: the paper's code shows means, deviations and differences, and its lists of words are written by hand.
+RelayGen (arXiv 2602.06454).  The small model reads the target's own answers.  Its margin at a token is p1 - p2, the
+difference between the probabilities of its two most likely tokens.  Margins from the token after a cue word to the end
+of the sentence are pooled.  Cues are ranked by mean margin; a cue is selected if its mean is above that of all other
+tokens.  The selection rule is ours: the paper's code prints means, deviations and differences, and its word lists are
+written by hand.
 
 S tokens of a text, V vocabulary.
 """
@@ -30,9 +31,9 @@ WORDS = (
     "So", "Therefore", "Thus", "Hence", "Then", "Now", "Next", "First", "Second", "Finally", "Also", "But", "However",
     "Wait", "Since", "Because", "If", "Let", "Similarly", "Again", "Note", "Maybe", "Alternatively", "Actually",
 )  # fmt: skip
-"""Words that are tried unless others are given, each also in lower case."""
+"""Default candidate words, each also tried in lower case."""
 MIN_COUNT = 3
-"""Fewest occurrences of a cue that is selected."""
+"""Minimum number of occurrences of a selected cue."""
 
 
 class Trace(NamedTuple):
@@ -40,44 +41,44 @@ class Trace(NamedTuple):
 
     pieces: list[Piece]
     margins: list[float]
-    """The small model's p1 - p2 where each token follows."""
+    """The small model's p1 - p2 at the position that predicts each token."""
 
 
 @dataclass(frozen=True)
 class Cue:
-    """A word, and how sure the small model is after it."""
+    """A word and the small model's margins after it."""
 
     word: str
     count: int
     """Occurrences."""
     tokens: int
-    """Tokens after them, up to the ends of their sentences."""
+    """Tokens after these occurrences, up to the ends of their sentences."""
     mean: float
-    """Of the margins at these tokens."""
+    """Mean margin at these tokens."""
     deviation: float
     standard_error: float
     difference: float
-    """Mean of these margins minus mean of all others."""
+    """Mean of these margins minus the mean of all others."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """All words that were found, the surest first, and the selected ones."""
+    """All words that occurred, highest mean margin first, and the selected ones."""
 
     cues: tuple[Cue, ...]
     selected: tuple[str, ...]
     mean: float
-    """Of all margins."""
+    """Mean of all margins."""
     tokens: int
 
     def save(self, path: str | Path, **facts: Any) -> None:
-        """Write it as JSON, with what else is known of it."""
+        """Write it as JSON, with additional facts."""
         text = json.dumps({"kind": "relay", **facts, **asdict(self)}, indent=2, ensure_ascii=False)
         Path(path).write_text(text + "\n", encoding="utf-8")
 
 
 def ranked(traces: Iterable[Trace], words: Sequence[str] | None = None, min_count: int = MIN_COUNT) -> Table:
-    """Rank words by the margins after them.  Raises DataError where the traces hold no token."""
+    """Rank words by the margins after them.  Raises DataError if the traces hold no tokens."""
     words = [*WORDS, *(word.lower() for word in WORDS)] if words is None else list(words)
     pooled: dict[str, list[float]] = {word: [] for word in words}
     counts = dict.fromkeys(words, 0)
@@ -105,7 +106,7 @@ def _sentence(trace: Trace, start: int) -> list[float]:
 
 def _cue(word: str, count: int, margins: list[float], every: list[float]) -> Cue:
     mean, deviation = statistics.fmean(margins), statistics.pstdev(margins)
-    others = len(every) - len(margins)  # a token after two cues of one sentence is pooled for both
+    others = len(every) - len(margins)  # a token after two cues in one sentence is pooled for both
     outside = (sum(every) - sum(margins)) / others if others > 0 else mean
     error = deviation / math.sqrt(len(margins))
     return Cue(word, count, len(margins), mean, deviation, error, mean - outside)
@@ -118,8 +119,8 @@ def calibrate(
 ) -> Table:  # fmt: skip
     """Let the target answer prompts greedily, read the answers with the small model, and rank cue words.
 
-    small_model: a target of the same vocabulary, as a `small_model` drafter's `model`.  say(answers that were read).
-    Raises ConfigError for a target without a tokenizer, DataError where no answer holds a token.
+    small_model: a target with the same vocabulary, such as a `small_model` drafter's `model`.  say is called with the
+    number of answers read.  Raises ConfigError for a target without a tokenizer, DataError if no answer holds a token.
     """
     decode, traces = decode_of(target, "relay"), list[Trace]()
     answers = generate(target, [list(prompt) for prompt in prompts], max_new_tokens=max_new_tokens, slots=slots)
@@ -133,8 +134,8 @@ def calibrate(
 
 @torch.inference_mode()
 def margins(model: Any, text: Sequence[int], start: int) -> list[float]:
-    """p1 - p2 of a model at each token of a text from `start` on, which is at least 1; fewer, at its end, where the
-    text is longer than the model's context."""
+    """p1 - p2 of a model at each token of a text from `start` (at least 1) on; only the last tokens if the text exceeds
+    the model's context."""
     first = max(0, len(text) - model.spec.context)
     hidden: Tensor = model.read(torch.tensor([text[first:]], device=model.device), ())[0]
     p = model.head(hidden[0, max(0, start - first - 1) : -1]).float().softmax(-1)

@@ -1,12 +1,12 @@
 """Scale confidences so that they are probabilities: of drafts with confidence 0.8, four of five are accepted.
 
-Sequential temperature scaling (DSpark, arXiv 2607.05147): slot by slot, with what was found before fixed, that
-temperature is taken under which the product of confidences up to the slot has the smallest expected calibration error.
-The order within a slot does not change.
+Sequential temperature scaling (DSpark, arXiv 2607.05147): slot by slot, with earlier slots fixed, choose the
+temperature that minimises the expected calibration error of the product of confidences up to the slot.  The ranking
+within a slot does not change.
 
-Differs from the paper: every temperature has a shift of the logits that makes confidence and acceptance agree on
-average, since a temperature leaves 0.5 at 0.5, and texts unlike the training texts are accepted less often.  Grid and
-number of bins are ours.
+Differs from the paper: each temperature comes with a shift of the logits that makes confidence and acceptance agree on
+average, since a temperature leaves 0.5 at 0.5, and drafts of texts unlike the training texts are accepted less often.
+Grid and number of bins are ours.
 
 M drafts, K slots of a block.
 """
@@ -20,28 +20,28 @@ import torch
 from torch import Tensor
 
 BINS = 15
-"""Bins of equally many drafts."""
+"""Number of bins, each with the same number of drafts."""
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Confidences of drafted slots, and whether the slots were accepted."""
+    """Confidences of drafted slots and whether the slots were accepted."""
 
     confidence: Tensor
     """[M, K] float64, of each slot given the slots before it."""
     survived: Tensor
     """[M, K] bool, whether slots 0..k were all accepted."""
     is_drafted: Tensor
-    """[M, K] bool, False where a slot was not drafted, or is after the end of the text."""
+    """[M, K] bool, False for slots that were not drafted or are after the end of the text."""
     prompts: Tensor
-    """[M] int64, which prompt."""
+    """[M] int64, index of the prompt."""
 
     def of(self, chosen: Tensor) -> Outcomes:
         """The outcomes of the rows in `chosen` [M] bool."""
         return Outcomes(self.confidence[chosen], self.survived[chosen], self.is_drafted[chosen], self.prompts[chosen])
 
     def scaled(self, by: Scaling) -> Outcomes:
-        """The outcomes with the confidences that other temperatures and shifts give."""
+        """The outcomes with rescaled confidences."""
         return replace(self, confidence=_tempered(_logits(self.confidence), by.temperatures, by.shifts))
 
     def errors(self) -> list[float]:
@@ -50,7 +50,7 @@ class Outcomes:
         return [ece(predicted[is_drafted], survived[is_drafted]) for predicted, survived, is_drafted in slots]
 
     def noise(self, draws: int = 100) -> list[float]:
-        """The errors of perfect confidences on as many drafts: outcomes are drawn from the confidences themselves."""
+        """Errors of perfect confidences on as many drafts: outcomes are drawn from the confidences themselves."""
         generator = torch.Generator().manual_seed(0)
         errors = []
         for predicted, is_drafted in zip(self.confidence.cumprod(-1).T, self.is_drafted.T, strict=True):
@@ -61,7 +61,7 @@ class Outcomes:
 
 
 def ece(predicted: Tensor, accepted: Tensor, bins: int = BINS) -> float:
-    """Mean distance of confidence and acceptance over bins of equal size.  predicted [M] in [0, 1], accepted [M]
+    """Mean distance between confidence and acceptance over bins of equal size.  predicted [M] in [0, 1], accepted [M]
     bool."""
     order = predicted.argsort(stable=True)
     gaps = (predicted.double() - accepted.double())[order].tensor_split(bins)
@@ -78,8 +78,8 @@ class Scaling(NamedTuple):
 
 
 def scaling(outcomes: Outcomes, shifting: bool = True) -> Scaling:
-    """Slot by slot the temperature with the smallest error of the product up to it.  shifting=False is the paper's
-    way."""
+    """For each slot in order, the temperature that minimises the error of the product up to it.  shifting=False is the
+    paper's method."""
     scalings: list[tuple[Tensor, Tensor]] = []
     reached = torch.ones(len(outcomes.confidence), dtype=torch.float64)
     for confidence, survived, is_drafted in zip(
@@ -93,10 +93,10 @@ def scaling(outcomes: Outcomes, shifting: bool = True) -> Scaling:
 
 
 class _Slot(NamedTuple):
-    """What one slot is scaled on.  m drafts that had it, G temperatures."""
+    """The data for scaling one slot.  m drafts that have the slot, G temperatures."""
 
     reached: Tensor
-    """[m] probability of the slots before it, scaled."""
+    """[m] scaled probability that the slots before it are accepted."""
     logits: Tensor
     """[m]."""
     survived: Tensor
@@ -104,13 +104,13 @@ class _Slot(NamedTuple):
     shifting: bool
 
     def best(self, tried: Tensor) -> tuple[Tensor, Tensor]:
-        """The temperature among `tried` [G] with the smallest error, of equals the nearest to 1, and its shift."""
+        """The temperature in `tried` [G] with the smallest error, and its shift; ties go to the one nearest to 1."""
         shifts = self._shifts(tried) if self.shifting else torch.zeros_like(tried)
         error = lambda scaling: ece(self.reached * _tempered(self.logits, *scaling), self.survived)
         return min(zip(tried, shifts, strict=True), key=lambda scaling: (error(scaling), abs(float(scaling[0].log()))))
 
     def _shifts(self, tried: Tensor) -> Tensor:
-        """[G] by bisection: confidence and acceptance agree on average, as nearly as a shift of at most 8 allows."""
+        """[G] shifts in [-8, 8], by bisection, that bring average confidence as close to acceptance as possible."""
         low, high = torch.full_like(tried, -8.0), torch.full_like(tried, 8.0)
         share = self.survived.double().mean()
         for _ in range(24):

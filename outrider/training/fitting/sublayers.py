@@ -1,7 +1,7 @@
-"""Which sublayers `layer_skip` can leave out: a search on the user's prompts before decoding, whose result is saved.
+"""Search for the sublayers that `layer_skip` skips, on the user's prompts before decoding; the result is saved.
 
-Differs from SWIFT (2410.06916): it maximises the expected speed-up from measured seconds, not the agreement alone, and
-its surrogate is a Bayesian linear regression in place of a Gaussian process.
+Differs from SWIFT (arXiv 2410.06916): it maximises the expected speed-up computed from measured seconds, not just the
+agreement, and its surrogate is a Bayesian linear regression instead of a Gaussian process.
 
 D tokens of a draft; R texts of a search.
 """
@@ -25,32 +25,32 @@ from outrider.targets.skip import every_second, probability, require_skipping
 
 WHICH = ("attention", "mlp")
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
-"""What a search chooses `min_confidence` from."""
+"""Values of `min_confidence` that a search tries."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A set of sublayers, and its speed-up on some prompts.  Greedy, one slot."""
+    """A set of sublayers and its speed-up on some prompts.  Greedy, one slot."""
 
     target: str
     weights_hash: str
     skip_attention: tuple[int, ...]
     skip_mlp: tuple[int, ...]
     length: int
-    """Tokens of a draft; length and `min_confidence` are the fastest for this set."""
+    """Tokens per draft; `length` and `min_confidence` are the fastest for this set."""
     min_confidence: float
     agreement: float
-    """Share of first drafted tokens that are the target's own."""
+    """Share of drafts whose first token is the target's own."""
     accepted: float
     """Drafted tokens accepted per step."""
     passes: float
     """Drafting passes per step, including the one whose token falls below `min_confidence`."""
     plain_s: float
-    """Seconds of a plain step; below, of one drafting pass, and of a step that verifies drafts as long as these."""
+    """Seconds of a plain step; below, of one drafting pass, and of a step that verifies drafts of this length."""
     draft_s: float
     verify_s: float
     drafts: int
-    """Drafts that were measured."""
+    """Number of measured drafts."""
 
     @property
     def skip(self) -> Skip:
@@ -58,7 +58,7 @@ class Found:
 
     @property
     def speedup(self) -> float:
-        """Expected tokens per second over plain decoding's: E[tokens] T(1) / (T(n) + T_draft)."""
+        """Expected tokens per second relative to plain decoding: E[tokens] T(1) / (T(n) + T_draft)."""
         return (1 + self.accepted) * self.plain_s / (self.verify_s + self.passes * self.draft_s)
 
     def save(self, path: str | Path) -> None:
@@ -71,11 +71,11 @@ def search(
     target: Target, prompts: Sequence[list[int]], *, tokens: int = 64, tries: int = 60, length: int = 8, seed: int = 0,
     say: Callable[[int, Found], None] = lambda number, candidate: None,
 ) -> list[Found]:  # fmt: skip
-    """Try sets of sublayers on the target's own greedy texts; all that were tried, the best expected speed-up first.
+    """Try sets of sublayers on the target's own greedy texts.  Returns all of them, best expected speed-up first.
 
-    prompts: token ids; each is continued by `tokens`, which gives a draft of up to `length` tokens every `length`
-    tokens.  The same seed and equal seconds give the same sets.  `say` is called after each.  Raises DrafterError where
-    the target can't skip, DataError where the texts end before one draft.
+    prompts: token ids; each is continued by `tokens` tokens, and every `length` tokens give one draft of up to `length`
+    tokens.  The same seed and equal timings give the same sets.  `say` is called after each new set.  Raises
+    DrafterError if the target can't skip sublayers, DataError if the texts are too short for a draft.
     """
     possible, noise = require_skipping(target).skippable(), torch.Generator().manual_seed(seed)
     clock = _Clock(target, _Texts(target, prompts, tokens, length))
@@ -93,7 +93,7 @@ def search(
 
 
 def _starts(layers: int, possible: Skip) -> list[Skip]:
-    """Every second layer, early exits, and every MLP or attention of the middle."""
+    """Every second layer, early exits, and every MLP or every attention of the middle layers."""
     exits = [frozenset(range(layers * part // 8, layers)) for part in (7, 6, 4)]
     middle = frozenset(range(1, layers - 1))
     starts = [Skip(early & possible.attention, early & possible.mlp) for early in exits]
@@ -102,7 +102,7 @@ def _starts(layers: int, possible: Skip) -> list[Skip]:
 
 
 class _Texts:
-    """The target's own texts in a cache, each twice: whole, and a copy to draft on."""
+    """The target's own texts in a cache, each twice: the original, and a copy to draft on."""
 
     def __init__(self, target: Target, prompts: Sequence[list[int]], tokens: int, length: int):
         answers = generate(target, [list(prompt) for prompt in prompts], max_new_tokens=tokens, slots=len(prompts))
@@ -118,20 +118,20 @@ class _Texts:
             self._read(row, row)
 
     def _read(self, row: int, text: int) -> None:
-        """Prefill a row with this text but for its last token."""
+        """Prefill a row with this text except for its last token."""
         tokens = self.texts[text][:-1]
         self.cache.free([row])
         self.target.prefill(self.cache, [row], torch.tensor([tokens], device=self.device), [len(tokens)], ())
 
     @torch.inference_mode()
     def drafted(self, target: SkipsLayers, skip: Skip) -> tuple[Tensor, Tensor]:
-        """A draft at every `length` tokens: how many of its tokens are the text's own before the first that is not,
-        [drafts], and the likeliest token's probability after each token of the text, [drafts, length].
+        """Draft every `length` tokens.  Returns how many leading tokens of each draft match the text, [drafts], and the
+        probability of the most likely token after each token of the text, [drafts, length].
 
-        From the last draft to the first: what one writes, those before it do not look at.
+        Runs from the last draft to the first, since a draft never reads cache entries written at later positions.
         """
         count = len(self.texts)
-        for text in range(count):  # the last set of sublayers wrote other keys than the target's
+        for text in range(count):  # the previous set of sublayers overwrote the target's keys
             self._read(count + text, text)
         leads, sure = [], []
         for number in reversed(range(max(self.drafts))):
@@ -150,14 +150,14 @@ class _Texts:
 
 
 class _Clock:
-    """Seconds of a step with 0, 1, … drafted tokens, and of a drafting pass by what it leaves out."""
+    """Seconds of a step with 0, 1, … drafted tokens, and of a drafting pass depending on what it skips."""
 
     def __init__(self, target: Target, texts: _Texts):
         self.target, self.texts, self.skips = target, texts, require_skipping(target)
         possible = self.skips.skippable()
         self.whole = _draft_s(self.skips, texts, Skip())
         self.saved = {}
-        """Seconds saved by leaving out one sublayer, by its kind."""
+        """Seconds saved by skipping one sublayer, by kind."""
         for which in WHICH:
             layers = getattr(possible, which)
             less = self.whole - _draft_s(self.skips, texts, Skip(**{which: layers}))
@@ -167,7 +167,7 @@ class _Clock:
     def judged(self, skip: Skip, is_timed: bool = False) -> Found:
         """A set with the length and the threshold that make it fastest.
 
-        is_timed: its own pass is measured, in place of the sum of its parts.
+        is_timed: measure its drafting pass instead of estimating it from the savings per sublayer.
         """
         leads, sure = self.texts.drafted(self.skips, skip)
         saved = sum(len(getattr(skip, which)) * each for which, each in self.saved.items())
@@ -210,7 +210,7 @@ def _verify_s(target: Target, texts: _Texts, nodes: int) -> float:
 
 
 def _seconds(run: Callable[[], object], device: torch.device, rounds: int = 7) -> float:
-    """Median of a few runs, after one to warm up."""
+    """Median of `rounds` runs, after one warm-up run."""
     taken = []
     for _ in range(rounds + 1):
         began = time.perf_counter()
@@ -222,10 +222,10 @@ def _seconds(run: Callable[[], object], device: torch.device, rounds: int = 7) -
 
 
 def _next(space: list[tuple[str, int]], tried: dict[Skip, Found], noise: torch.Generator) -> Skip:
-    """The set to try next: the most promising of variations on the best sets and random ones.
+    """The set to try next: the most promising among variations of the best sets and random ones.
 
-    The surrogate is linear in which sublayers are left out: log speed-up = w x + error, with a Gaussian prior on w.  A
-    set's promise is its mean plus one standard deviation, so that unknown sets are tried as well.
+    The surrogate is linear in the skipped sublayers: log speed-up = w x + error, with a Gaussian prior on w.  A set's
+    score is its predicted mean plus one standard deviation, so that uncertain sets are explored as well.
     """
     x = torch.stack([_as_bits(space, skip) for skip in tried])
     y = torch.tensor([candidate.speedup for candidate in tried.values()], dtype=torch.float64).log()
@@ -242,7 +242,7 @@ def _next(space: list[tuple[str, int]], tried: dict[Skip, Found], noise: torch.G
 def _predicted(x: Tensor, y: Tensor, pool: Tensor, prior: float = 0.1, error: float = 0.1) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation at `pool` [P, F] of a Bayesian linear regression of y [T] on x [T, F].
 
-    prior: standard deviation of a weight before any measurement; error: that of one measurement.
+    prior: standard deviation of a weight before any measurement; error: standard deviation of one measurement.
     """
     centre, middle = y.mean(), x.mean(0)
     x, pool = x - middle, pool - middle

@@ -1,6 +1,6 @@
-"""Which of several processes are still alive: each beats, in a thread, into the launcher's store.
+"""Which of several processes are still alive: each writes heartbeats, from a thread, to the launcher's store.
 
-Of a process that dies the others learn by a broken connection, which does not say whose; the beats do.
+When a process dies, the others see only a broken connection, which does not say whose it was; the heartbeats do.
 """
 
 from __future__ import annotations
@@ -13,41 +13,42 @@ from collections.abc import Sequence
 from typing import Any
 
 BEAT_S = 0.5
-"""Between two beats."""
+"""Time between heartbeats."""
 STILL_S = 3.0
-"""A process whose beat stood still for so long has died, where a connection broke."""
+"""After a broken connection, a process without a heartbeat for this long is considered dead."""
 LOST_S = 120.0
-"""And also where none did, such as that of a machine which is gone: all others end."""
+"""A process without a heartbeat for this long is dead even if no connection broke, such as when its machine is gone;
+all others then end."""
 
 
 class Watch:
-    """Beats for this process, and looks at the beats of the others."""
+    """Writes this process's heartbeats and watches those of the others."""
 
     def __init__(self, store: Any, rank: int, count: int):
-        """store: of torch.distributed, one for this training."""
+        """store: a torch.distributed store, used only by this training run."""
         self._store, self._own = store, store.clone()
-        """For questions, and for the thread, which must not wait for them."""
+        """Two connections: one for queries, one for the thread, which must not wait for them."""
         self.rank, self.count = rank, count
         self._beats: dict[int, tuple[bytes, float]] = {}
-        """Of each other process, its last beat and when it came."""
+        """Last heartbeat of each other process, and when it arrived."""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="beats", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Beat no more; all processes are done."""
+        """Stop the heartbeats, once all processes are done."""
         self._is_over.set()
         self._thread.join(2 * BEAT_S)
 
     def claim(self) -> bool:
-        """Whether this process is the first to say why all end; the others end in silence."""
+        """Whether this process is the first to report why all end; the others end silently."""
         try:
             return bool(self._store.add("said", 1) == 1)
-        except RuntimeError:  # the store has died with its process
+        except RuntimeError:  # the store died with its process
             return True
 
     def wait_for_lost(self) -> list[int]:
-        """The processes that have died, in a few seconds; none where all beat, or one has said why it ends."""
+        """Wait a few seconds for dead processes; empty if all are alive, or one has reported why it ends."""
         until = time.monotonic() + 3 * STILL_S
         while time.monotonic() < until:
             if lost := self.lost(STILL_S):
@@ -58,12 +59,12 @@ class Watch:
         return []
 
     def lost(self, still_s: float) -> list[int]:
-        """Ranks whose beat stood still for so long; the first, where the store went with it."""
+        """Ranks without a heartbeat for `still_s` seconds; rank 0 if the store died with it."""
         now = time.monotonic()
         return sorted(rank for rank, (_, since) in list(self._beats.items()) if now - since > still_s)
 
     def obituary(self, lost: Sequence[int]) -> str:
-        """What to say of processes that have died."""
+        """The error message for processes that have died."""
         which = f"process {lost[0]}" if len(lost) == 1 else f"processes {', '.join(map(str, lost))}"
         return (
             f"{which} of {self.count} died (killed, out of memory, or its machine is gone), so all stop; the last "
@@ -83,12 +84,12 @@ class Watch:
             try:
                 self._own.set(f"beat/{self.rank}", str(number))
                 self._look()
-            except RuntimeError:  # the store has died, and the first process with it
+            except RuntimeError:  # the store has died, and rank 0 with it
                 self._beats.setdefault(0, (b"", time.monotonic()))
             if (lost := self.lost(LOST_S)) and not self._is_over.is_set():
                 if self.claim():
                     print(f"error {self.obituary(lost)}", file=sys.stderr, flush=True)
-                os._exit(1)  # the main thread waits for the lost one, and can't be reached
+                os._exit(1)  # the main thread is blocked on the lost process and can't be interrupted
 
     def _look(self) -> None:
         now = time.monotonic()

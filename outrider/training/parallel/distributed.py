@@ -1,8 +1,8 @@
-"""Several processes that train one model: who they are, what they tell each other, and which one writes.
+"""Several processes that train one model: their ranks, their communication, and which one writes.
 
-A `Group` speaks over torch's process group, gloo on CPUs and NCCL on CUDA devices, between processes that torchrun or
-`accelerate launch` started.  All take every step together and decide alike: what one of them finds is gathered before
-anything follows from it.  The first writes.
+A `Group` communicates over torch's process group, gloo on CPUs and NCCL on CUDA devices, between processes started by
+torchrun or `accelerate launch`.  All take every step together and make the same decisions: local results are gathered
+before anything depends on them.  The first process writes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from outrider.training.parallel.replicas import Replicas
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=2)
-"""The others wait so long for one that measures or writes; one that has died is noticed within seconds."""
+"""Timeout for waiting on a process that measures or writes; a dead process is noticed within seconds."""
 HEADER_BYTES, SMALL_BYTES = 8, 2**12
-"""Of what a process gives to a gather: its size, and what goes with the size in one call."""
+"""Message format of a gather: size header, and payload that fits into the same call."""
 
 
 class Group:
     """One of several processes.  Use `joined`."""
 
     def __init__(self, rank: int, count: int, control: Any, main: Any = None):
-        """control: a process group for what is small and on the CPU.  main: for weights and gradients; all unless
-        given."""
+        """control: process group for small CPU data.  main: process group for weights and gradients; all processes by
+        default."""
         self.rank, self.count, self.control = rank, count, control
         self._asks: Callable[[], bool] = lambda: False
         self._is_asked = False
@@ -49,7 +49,7 @@ class Group:
 
     def lay_out(self, way: Way) -> None:
         if way == "fsdp":
-            from outrider.training.parallel.shards import Shards  # loads a second longer
+            from outrider.training.parallel.shards import Shards  # importing it takes a second
 
             self.weights = Shards(self.gather)
 
@@ -59,8 +59,8 @@ class Group:
         return [theirs for theirs, _ in gathered]
 
     def trainers(self, readers: int) -> Group | None:
-        """Those of these processes that train where the last `readers` read the target for them; None in these."""
-        first = [*range(self.count - readers)]  # all make the groups
+        """The group of training processes if the last `readers` run the target for them; None in the readers."""
+        first = [*range(self.count - readers)]  # every process must create the groups
         main = distributed.new_group(first, timeout=PATIENCE)
         is_gloo = distributed.get_backend() == "gloo"
         control = main if is_gloo else distributed.new_group(first, backend="gloo", timeout=PATIENCE)
@@ -80,7 +80,7 @@ class Group:
         return lambda: self._is_asked
 
     def _exchanged(self, payload: bytes) -> list[bytes]:
-        """Every process's bytes, by rank; in one call where none has more than `SMALL_BYTES`."""
+        """Every process's bytes, by rank; in one call if none has more than `SMALL_BYTES`."""
         size = SMALL_BYTES
         while True:
             sent = torch.zeros(HEADER_BYTES + size, dtype=torch.uint8)
@@ -105,7 +105,7 @@ class Group:
 
 @contextmanager
 def signals_ignored() -> Iterator[None]:
-    """Ctrl-C and SIGTERM change nothing here: other processes stop, and tell this one."""
+    """Ignore Ctrl-C and SIGTERM here: the other processes stop and tell this one."""
     before: dict[int, Any] = {}
     with suppress(ValueError):  # not the main thread
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -118,7 +118,7 @@ def signals_ignored() -> Iterator[None]:
 
 
 def device_of(device: str | None) -> str | None:
-    """The device of this process: the GPUs of a machine are shared out where none is named."""
+    """The device of this process: a machine's GPUs are divided among its processes unless a specific one is named."""
     count = torch.cuda.device_count()
     if launched() is None or device not in (None, "cuda") or not count:
         return device
@@ -129,7 +129,7 @@ def device_of(device: str | None) -> str | None:
 def joined() -> Iterator[Processes]:
     """The processes that a launcher started, or `ALONE`.
 
-    Where one of them fails or dies, all end, and one error says which and why; the others end in silence, by
+    If one of them fails or dies, all end.  One raises an error that says which and why; the others end silently, by
     SystemExit.
     """
     place = launched()
@@ -143,7 +143,7 @@ def joined() -> Iterator[Processes]:
         is_gloo = distributed.get_backend() == "gloo"
         group = Group(rank, count, None if is_gloo else distributed.new_group(backend="gloo", timeout=PATIENCE))
         yield group
-        group.gather(None)  # nobody is gone while another still works
+        group.gather(None)  # no process leaves while another still works
     except BaseException as error:
         _end(watch, error)
         raise
@@ -152,7 +152,7 @@ def joined() -> Iterator[Processes]:
 
 
 def _store() -> Any:
-    """The launcher's store of keys and values.  Raises ConfigError where its address is not given."""
+    """The launcher's key-value store.  Raises ConfigError if its address is missing."""
     try:
         store, _, _ = next(distributed.rendezvous("env://", timeout=PATIENCE))
     except ValueError as error:
@@ -164,19 +164,19 @@ def _store() -> Any:
 
 
 def _start(store: Any, rank: int, count: int) -> None:
-    """Begin the process group: NCCL where every process of this machine has a GPU of its own."""
+    """Start the process group: NCCL if every process on this machine has its own GPU, else gloo."""
     number, here = local()
     backend = "nccl" if 0 < here <= torch.cuda.device_count() and distributed.is_nccl_available() else "gloo"
     if backend == "nccl":
         torch.cuda.set_device(number)
-    elif "OMP_NUM_THREADS" not in os.environ:  # or every process would want all of the machine
+    elif "OMP_NUM_THREADS" not in os.environ:  # or every process would use all cores
         torch.set_num_threads(max(1, torch.get_num_threads() // here))
     distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)
 
 
 def _end(watch: Watch, error: BaseException) -> None:
-    """End this process after an error: raises one that says which process died, or SystemExit where another has said
-    it."""
+    """End this process after an error: raises one that names the dead process, or SystemExit if another process has
+    reported it."""
     lost: list[int] = []
     with suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends it as soon as one has died

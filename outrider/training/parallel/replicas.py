@@ -1,6 +1,6 @@
-"""A model that is whole in each of the processes that train it, with gradients summed over all.
+"""Data parallelism: every process has the whole model, and gradients are summed over all.
 
-The other way, a part in each, is in `training/parallel/shards.py`.
+The alternative, a part of the model in each process, is in `training/parallel/shards.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.processes import Whole
 
 T = TypeVar("T")
 BUCKET_BYTES = 2**26
-"""Gradients are summed in pieces of about this size."""
+"""Approximate size of the buckets in which gradients are summed."""
 
 
 class Gather(Protocol):
@@ -27,10 +27,10 @@ class Gather(Protocol):
 
 
 class Replicas:
-    """All in each process; a step sums the gradients, and every process takes it."""
+    """The whole model in each process; gradients are summed, and every process takes the same step."""
 
     def __init__(self, gather: Gather, group: Any = None):
-        """group: torch's, of these processes; all unless given."""
+        """group: torch process group; all processes by default."""
         self._gather, self._group, self._alone = gather, group, Whole()
         self.full, self.local, self.like, self.load = (
             self._alone.full, self._alone.local, self._alone.like, self._alone.load,
@@ -43,12 +43,13 @@ class Replicas:
     def reduce(self, model: nn.Module, value: T) -> list[T]:
         weights = list(model.parameters())
         gathered = self._gather(([weight.grad is not None for weight in weights], value))
-        there = [any(column) for column in zip(*(flags for flags, _ in gathered), strict=True)]  # in another, perhaps
+        # a weight may have a gradient in another process only
+        there = [any(column) for column in zip(*(flags for flags, _ in gathered), strict=True)]
         for bucket in _buckets([weight for weight, is_there in zip(weights, there, strict=True) if is_there]):
             flat = torch.cat([_gradient(weight).flatten() for weight in bucket])
             distributed.all_reduce(flat, group=self._group)
             for weight, part in zip(bucket, flat.split([weight.numel() for weight in bucket]), strict=True):
-                weight.grad = part.view_as(weight)  # a copy would read and write all of them once more
+                weight.grad = part.view_as(weight)  # a copy would read and write all gradients once more
         return [theirs for _, theirs in gathered]
 
     @contextmanager
@@ -61,7 +62,7 @@ def _gradient(weight: Tensor) -> Tensor:
 
 
 def _buckets(weights: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Weights of one type, at most about `BUCKET_BYTES` together."""
+    """Groups of weights of the same type, each of about `BUCKET_BYTES` at most."""
     bucket: list[nn.Parameter] = []
     for weight in weights:
         if bucket and (weight.dtype != bucket[0].dtype or sum(map(_size, bucket)) + _size(weight) > BUCKET_BYTES):

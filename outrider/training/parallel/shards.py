@@ -1,7 +1,7 @@
-"""A part of every weight, gradient and moment in each process: torch's FSDP2.  Loaded where a training asks for it.
+"""A part of every weight, gradient and moment in each process: torch's FSDP2.  Imported only if configured.
 
-Each layer is a unit, gathered for its passes alone; what is outside the layers is one more, there during a batch.
-Embedding and head of the target are no part of the model, and stay whole.
+Each layer is a unit that is gathered only for its own passes; everything outside the layers is one more unit, gathered
+for the whole batch.  The target's embedding and head are not part of the model, and stay whole.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from outrider.training.parallel.replicas import Gather, T
 
 
 class Shards:
-    """A part in each process; gradients are summed and shared out while they are computed."""
+    """A part of the model in each process; gradients are reduce-scattered during the backward pass."""
 
     plain: DraftModel
-    """The model with no weights in it, to hold them whole for a moment."""
+    """A copy of the model with empty weights, to hold the whole ones temporarily."""
 
     def __init__(self, gather: Gather):
         self._gather = gather
@@ -45,14 +45,14 @@ class Shards:
             distributed.broadcast(weight.data, 0)
         memo = {id(weight): nn.Parameter(weight.new_empty(0), weight.requires_grad) for weight in model.parameters()}
         self.plain = copy.deepcopy(model, {id(model.target): model.target, **memo})
-        for unit in (*reversed(units), model):  # what lies within another comes first
+        for unit in (*reversed(units), model):  # nested modules first
             sharded = fully_shard(unit)
-            sharded.set_gradient_divide_factor(1.0)  # gradients are summed: the loss is divided by all rows
+            sharded.set_gradient_divide_factor(1.0)  # sum, not mean: the loss is divided by all rows
             sharded.set_force_sum_reduction_for_comms(True)  # gloo can't divide
         register_fsdp_forward_method(model, "predict")
 
     def reduce(self, model: nn.Module, value: T) -> list[T]:
-        return self._gather(value)  # gradients are summed already
+        return self._gather(value)  # gradients are already summed
 
     def full(self, value: Tensor) -> Tensor:
         return value.full_tensor() if isinstance(value, DTensor) else value
@@ -93,7 +93,7 @@ class Shards:
 
 
 def _at_rest(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The weights, each as its parts."""
+    """The weights in their sharded state."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

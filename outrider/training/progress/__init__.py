@@ -1,1 +1,1 @@
-"""How a training is doing, and where it goes on: metrics, held-out acceptance, checkpoints, resuming."""
+"""Progress of a training run: metrics, held-out acceptance, checkpoints, resuming."""

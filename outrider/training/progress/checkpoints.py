@@ -1,8 +1,8 @@
-"""What a training is measured by while it runs, and the checkpoints that stay beside the newest.
+"""Measurements during training, and the checkpoints that are kept besides the newest.
 
 runs/NAME/checkpoint/            the newest
-runs/NAME/checkpoints/step-N/    the last few before it, each whole: a training can go on from them
-runs/NAME/checkpoints/best/      the one that brought most tokens per step, without what a resume needs
+runs/NAME/checkpoints/step-N/    the last few before it, each complete: training can resume from them
+runs/NAME/checkpoints/best/      the one with the most tokens per step, without the state needed to resume
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Probe = Callable[[DraftModel], Mapping[str, Any]]
 
 
 def keep(folder: Path, step: int, most: int) -> None:
-    """Keep the run's newest checkpoint as that of this step, and the last `most` of them."""
+    """Copy the run's newest checkpoint to `step-N` for this step, and delete all but the last `most` copies."""
     if not most:
         return
     place = folder / FOLDER
@@ -36,22 +36,22 @@ def keep(folder: Path, step: int, most: int) -> None:
 
 
 def chosen(folder: Path) -> Path:
-    """The checkpoint of a run that is to be used: the best of this training where one was found, else the newest."""
+    """The checkpoint of a run to use: the best one if it belongs to this training, else the newest."""
     best, newest = folder / FOLDER / BEST, folder / "checkpoint"
     if not all(map(checkpoint.is_there, (best, newest))):
         return newest
     theirs, mine = (checkpoint.manifest_of(place)["training"] for place in (best, newest))
     is_same = _learnt_by(theirs) == _learnt_by(mine) and theirs["step"] <= mine["step"]
-    return best if is_same else newest  # of an earlier training in this folder
+    return best if is_same else newest  # the best is left from an earlier training in this folder
 
 
 def _learnt_by(training: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings on which weights depend."""
+    """The settings that the weights depend on."""
     return {key: value for key, value in (training.get("config") or {}).items() if key not in FREE}
 
 
 def tokens_per_step(row: Mapping[str, Any]) -> float | None:
-    """What a probe found: expected on held-out answers, over thousands of places, or else decoded on a few prompts."""
+    """Tokens per step of a probe: expected over thousands of held-out positions, or else decoded on a few prompts."""
     held_out = row.get("held_out")
     if held_out and held_out["agreement"]:
         shares = held_out["agreement"]
@@ -61,7 +61,7 @@ def tokens_per_step(row: Mapping[str, Any]) -> float | None:
 
 
 class Probes:
-    """Measures a model while it trains, keeps the best, and says when it gets no better."""
+    """Measures a model while it trains, keeps the best checkpoint, and detects when it stops improving."""
 
     def __init__(
         self, probe: Probe | None, config: Config, folder: Path, metrics: Metrics | Unwritten, processes: Processes
@@ -70,28 +70,28 @@ class Probes:
         self.processes = processes
 
     def is_due(self, step: int) -> bool:
-        """Whether the model is measured after this step, and so has its checkpoint written."""
+        """Whether the model is measured after this step; its checkpoint is then written first."""
         every = self.config.probe_every
         return self.probe is not None and every > 0 and step > 0 and step % every == 0
 
     @property
     def is_over(self) -> bool:
-        """Whether the last `patience` probes were all no better than one before them."""
+        """Whether the last `patience` probes all failed to beat the best one before them."""
         by_step = self._found()
         best = max(by_step, key=lambda step: by_step[step], default=0)
         return 0 < self.config.patience <= sum(step > best for step in by_step)
 
     def look(self, model: DraftModel, step: int) -> None:
-        """Measure the model, whose checkpoint is the newest.  The random state stays, so that training is the same.
+        """Measure the model, whose checkpoint is the newest.  The random state is preserved, so training is unaffected.
 
-        The first process measures, and all know what it found.
+        The first process measures and sends the result to all.
         """
         if self.probe is None or step in self.metrics.probes:
             return
         state = torch.get_rng_state()
         with self.processes.weights.whole(model) as whole:
             figures = self.processes.same({} if whole is None else dict(self.probe(whole.eval())))
-        torch.clear_autocast_cache()  # it holds weights cast without a gradient
+        torch.clear_autocast_cache()  # it holds weights that were cast without a gradient
         model.train()
         torch.set_rng_state(state)
         value = tokens_per_step(figures)

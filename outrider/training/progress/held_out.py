@@ -1,6 +1,6 @@
-"""Acceptance on answers that a draft model was not trained on: what serving can be compared with.
+"""Acceptance on answers that a draft model was not trained on, as a reference for serving.
 
-On the answers that it learnt, a draft model is far better than on new ones, so acceptance there promises too much.
+A draft model is far better on its training answers than on new ones, so acceptance there is too optimistic.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from outrider.training.step import chunk_size
 def acceptance(
     model: DraftModel, source: FeatureSource, seed: int = 0, config: Config | None = None
 ) -> dict[str, Any]:  # fmt: skip
-    """Acceptance by depth over one pass of `source`, given that all tokens before were accepted.
+    """Acceptance by depth over one pass of `source`, given that all earlier tokens were accepted.
 
     `overlap`: mean of sum(min(p, q)) at temperature 1.  `agreement`: share of rows where both models have the same most
-    probable token, which is acceptance at temperature 0.  `with_siblings`: share where the target's is the draft's or
-    one of its runners-up at that depth, for drafters that draft some.  And the method's own figures.  config: of the
-    training, for the `divergence` by its losses and weights, which training reports of its own texts; left out unless
-    given.
+    likely token, which is acceptance at temperature 0.  `with_siblings`: share where the target's token is the draft's
+    or one of its siblings at that depth, for drafters with siblings.  The method's own figures are added.  config: the
+    training's; if given, `divergence` is added, with the losses and weights that training reports on its own texts.
     """
     siblings = torch.tensor([*getattr(model.config, "siblings", ()), 0])
     state = torch.get_rng_state()
-    torch.manual_seed(seed)  # which rows are drawn; the random state of the training is put back
+    torch.manual_seed(seed)  # for drawing rows; the random state of the training is restored below
     rows_by_depth: list[tuple[torch.Tensor, ...]] = []
     figures: dict[str, list[torch.Tensor]] = {}
     weighed = torch.zeros(2, dtype=torch.float64)
-    """Sums of the weighted divergences, and of the weights."""
+    """Sums of the weighted divergences and of the weights."""
     for step in range(source.steps_per_pass):
         batch = source.batch(step)
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=source.manifest.dtype == "bfloat16"):
@@ -69,6 +68,6 @@ def acceptance(
 def facts(
     model: DraftModel, source: FeatureSource, temperature: float | None, config: Config | None = None
 ) -> dict[str, Any]:  # fmt: skip
-    """`held_out` of metrics.jsonl.  temperature: at which the target drew these answers; None where it did not.  config
-    as in `acceptance`."""
+    """`held_out` of metrics.jsonl.  temperature: used by the target to sample these answers; None if it did not write
+    them.  config: as in `acceptance`."""
     return {"answers": source.manifest.texts, "temperature": temperature, **acceptance(model, source, config=config)}

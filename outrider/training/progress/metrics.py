@@ -1,4 +1,4 @@
-"""metrics.jsonl: a line for each logged step, and the same to the trackers of the run."""
+"""metrics.jsonl: one line per logged step, which also goes to the trackers of the run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 
 
 class Metrics:
-    """Writes metrics.jsonl, and to trackers.
+    """Writes metrics to metrics.jsonl and to trackers.
 
-    A line that the disk has no room for is written with the next one; training goes on.
+    If the disk is full, a line is written together with the next one, and training continues.
     """
 
     def __init__(self, folder: Path, step: int, trackers: Trackers | None = None):
@@ -27,19 +27,19 @@ class Metrics:
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
         rows = [_row(line) if line.endswith(b"\n") else None for line in lines]
         damaged = [number for number, row in enumerate(rows, 1) if row is None]
-        if damaged and damaged != [len(lines)]:  # a torn last line is what a crash leaves
+        if damaged and damaged != [len(lines)]:  # a crash leaves a truncated last line
             log.warning(
                 "%s, line %d can't be read, and %d in all; they are left out", self.path, damaged[0], len(damaged)
             )
-        # steps after the checkpoint will be trained, and written, again
+        # steps after the checkpoint will be trained and written again
         valid = [(line, row) for line, row in zip(lines, rows, strict=True) if row is not None and row["step"] <= step]
         self.probes = {row["step"]: row for _, row in valid if "loss" not in row}
-        """What probes found, by step."""
+        """Results of probes, by step."""
         try:
             if len(valid) < len(lines):
                 with replacing(self.path) as part:
                     part.write_bytes(b"".join(line for line, _ in valid))
-            self.file = self.path.open("ab", buffering=1 << 20)  # holds what the disk has no room for
+            self.file = self.path.open("ab", buffering=1 << 20)  # the buffer holds lines while the disk is full
         except OSError as error:
             advice = "it is unchanged; free some space and run again"
             raise TrainingError(f"can't write {self.path} ({error.strerror}); {advice}") from error
@@ -73,11 +73,11 @@ class Metrics:
 
 
 class Unwritten:
-    """In place of `Metrics` in the processes that write none."""
+    """Replaces `Metrics` in processes that write no metrics."""
 
     def __init__(self, probes: Mapping[int, dict[str, Any]]):
         self.probes = dict(probes)
-        """What probes found, by step."""
+        """Results of probes, by step."""
 
     def __enter__(self) -> Unwritten:
         return self
@@ -91,7 +91,7 @@ class Unwritten:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """A line of metrics; None where it is none."""
+    """A parsed line of metrics; None if it is invalid."""
     try:
         row = json.loads(line)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Going on with a training that is there: what is taken from its checkpoint, and what may not have changed since.
+"""Resume a training run: what is restored from its checkpoint, and which settings must not have changed since.
 
-From the checkpoint come weights, moments, the random state and the facts in `RESUMED`.  The learning rate and the
-position in the texts, also in the middle of a pass, follow from the step alone.
+The checkpoint provides weights, moments, the random state and the facts in `RESUMED`.  The learning rate and the
+position in the texts, even in the middle of a pass, follow from the step number alone.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from outrider.training.step import Joined, rate
 
 log = logging.getLogger(__name__)
 RESUMED = ("step", "seconds", "tokens", "overlap", "ngram_hashes", "joined", "skipped", "restored", "losses", "changed")
-"""Facts of a training that go on after a stop."""
+"""Facts of a training that are carried over on resume."""
 FIXED = ("drafter.kind", "train.optimizer")
-"""Settings that no `--force` changes: the weights or the moments of one mean nothing to the other."""
+"""Settings that not even `--force` can change: the weights or moments of one value are useless for another."""
 
 
 class Change(NamedTuple):
-    """A setting that is not what the checkpoint was trained with."""
+    """A setting that differs from the one the checkpoint was trained with."""
 
     key: str
     before: Any
@@ -38,11 +38,11 @@ class Change(NamedTuple):
 
 
 def resume(place: Path, model: DraftModel, settings: Mapping[str, Any], force: bool = False) -> dict[str, Any]:
-    """Take the weights of the checkpoint in `place`, if there is one; returns its facts that go on.  `resume_moments`
-    takes the rest, when there is an optimiser.
+    """Load the weights of the checkpoint in `place`, if there is one; returns the facts to carry over.
+    `resume_moments` loads the rest once there is an optimiser.
 
-    settings: `train`'s, resolved.  force: with other settings too; they are noted in the facts, as `changed`.
-    Raises CheckpointError for a checkpoint of another target or of other settings, naming each with both values.
+    settings: `train`'s, resolved.  force: accept changed settings; they are recorded in the facts, as `changed`.
+    Raises CheckpointError for a checkpoint with another target or other settings, naming each with both values.
     """
     if not checkpoint.is_there(place):
         return {}
@@ -70,17 +70,17 @@ def resume(place: Path, model: DraftModel, settings: Mapping[str, Any], force: b
 
 
 def resume_moments(place: Path, model: DraftModel, optimizer: Optimizers, layout: Weights) -> None:
-    """Take the moments and the random state of the checkpoint in `place`, if it has them.  layout: of the model."""
+    """Load the moments and the random state of the checkpoint in `place`, if it has them.  layout: the model's."""
     state = checkpoint.load_state(place) if checkpoint.is_there(place) else None
     if state is not None:
         unpack(state, model, optimizer, layout)
 
 
 def changes(place: Path, model: DraftModel, settings: Mapping[str, Any], force: bool = False) -> list[Change]:
-    """The settings on which weights depend that differ from those of the checkpoint in `place`, sorted by name.
+    """The settings that affect the weights and differ from those of the checkpoint in `place`, sorted by name.
 
-    settings: `train`'s, of which those in `config.FREE` may always change.
-    Raises CheckpointError for any of them, with `force` only for those in `FIXED`.
+    settings: `train`'s; those in `config.FREE` may always change.
+    Raises CheckpointError if there are any; with `force`, only for those in `FIXED`.
     """
     if not checkpoint.is_there(place):
         return []
@@ -104,7 +104,7 @@ def _changes(
         "drafter": model.config.model_dump(mode="json"),
         "train": {key: settings[key] for key in settings.keys() - FREE},
     }
-    if kind != defaults["kind"]:  # of another kind every setting is another
+    if kind != defaults["kind"]:  # all settings differ between kinds, so list only the kind
         mine["drafter"] = {"kind": defaults["kind"]}
     both = ((f"{part}.{key}", theirs[part].get(key), now) for part in mine for key, now in mine[part].items())
     return sorted(Change(*each) for each in both if each[1] != each[2])
@@ -125,7 +125,7 @@ def _refusal(place: Path, changed: list[Change]) -> str:
 
 
 def _check_files(place: Path) -> None:
-    """Raises CheckpointError for spoilt files, and says which earlier checkpoint is there to go on from."""
+    """Raises CheckpointError for damaged files, with a hint which earlier checkpoint can be resumed from."""
     try:
         checkpoint.check_files(place)
     except CheckpointError as error:
@@ -136,7 +136,7 @@ def _check_files(place: Path) -> None:
 
 
 def _load(place: Path, model: DraftModel, changed: list[Change]) -> None:
-    """Take the weights.  Raises CheckpointError where settings that changed want others."""
+    """Load the weights.  Raises CheckpointError, naming the changed settings, if they do not fit the model."""
     try:
         checkpoint.load_weights(place, model)
     except CheckpointError as error:
@@ -150,15 +150,16 @@ def _load(place: Path, model: DraftModel, changed: list[Change]) -> None:
 
 
 def _note(facts: dict[str, Any], changed: list[Change], step: int) -> None:
-    """Write down that the training goes on with other settings from this step."""
+    """Record that training continues with other settings from this step."""
     log.warning("goes on from step %d with other settings: %s", step, "; ".join(map(str, changed)))
     values = {change.key: [change.before, change.now] for change in changed}
     facts["changed"] = [*facts.get("changed", ()), {"step": step, "settings": values}]
-    facts.pop("losses", None)  # of another loss, perhaps
+    facts.pop("losses", None)  # the loss may have changed
 
 
 def joining(config: Config, folder: str | Path) -> str:
-    """How the learning rate goes on where a training of another number of steps is there; empty where none is."""
+    """A message on how the learning rate continues if the existing training had a different number of steps, else
+    empty."""
     place = Path(folder) / "checkpoint"
     facts = checkpoint.manifest_of(place)["training"] if checkpoint.is_there(place) else {}
     before, step = (facts.get("config") or {}).get("steps"), facts.get("step", 0)
@@ -172,5 +173,5 @@ def joining(config: Config, folder: str | Path) -> str:
 
 
 def joined_of(facts: Mapping[str, Any]) -> Joined | None:
-    """Where the learning rate left another curve; None where it did not."""
+    """Where the learning rate left its former curve; None if it did not."""
     return Joined(**facts["joined"]) if "joined" in facts else None

@@ -1,9 +1,9 @@
-"""How fast a training is: tokens a second, and the share of the device's arithmetic that they use.
+"""Training speed: tokens per second, and the share of the device's arithmetic that is used.
 
-Model FLOPs utilisation (PaLM, arXiv 2204.02311): FLOPs of the passes that the gradient needs, over what the device
-could do in that time.  FLOPs are counted in the products of a step that is logged; what is computed again to save
-memory is not counted, nor are the target's passes and the optimiser.  Differs from the paper: the device's speed is
-that of large products, measured, not its maker's.
+Model FLOPs utilisation (PaLM, arXiv 2204.02311): FLOPs of the passes that the gradient needs, divided by what the
+device could do in that time.  FLOPs are counted in the matrix products of logged steps; recomputation to save memory,
+the target's passes and the optimiser are not counted.  Differs from the paper: the device's speed is measured on large
+products instead of taken from the data sheet.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop
 from outrider import machine
 
 BACKWARD = 2
-"""FLOPs of a backward pass over those of its forward pass."""
+"""FLOPs of a backward pass relative to its forward pass."""
 FORMULAS: Mapping[Any, Any] = {
     **flop_registry,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
 }
-"""FLOPs by operator; torch counts no CPU's attention."""
+"""FLOPs by operator; torch has no entry for attention on CPUs."""
 
 
 class Flops(TorchDispatchMode):
-    """Counts the FLOPs of products while it is entered; what they compute stays the same."""
+    """Counts the FLOPs of matrix products while active; results are unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,21 +45,21 @@ class Flops(TorchDispatchMode):
 
 
 class StepFlops:
-    """The FLOPs of one step's model: forward and backward passes of all of its batches."""
+    """The model's FLOPs in one step: forward and backward passes of all batches."""
 
     def __init__(self) -> None:
         self.count = 0
 
     @contextmanager
     def of(self, times: int) -> Iterator[None]:
-        """Count what is computed here `times` times."""
+        """Count the FLOPs of this block, multiplied by `times`."""
         with Flops() as flops:
             yield
         self.count += times * flops.count
 
 
 class Pace:
-    """Tokens a second between two logged steps."""
+    """Tokens per second between two logged steps."""
 
     def __init__(self, device: torch.device, dtype: machine.Precision, tokens: int):
         self.device, self.dtype = device, dtype
@@ -68,8 +68,8 @@ class Pace:
     def facts(self, tokens: int, step_tokens: int, flops: int) -> dict[str, float]:
         """`tokens_per_s` since the last call, and `mfu`.
 
-        tokens: read so far, and step_tokens of the step that is logged, by all processes; flops: of that step in this
-        process, whose device does its share of them.
+        tokens: read so far; step_tokens: of the logged step; both over all processes.  flops: of that step in this
+        process, on its own device.
         """
         now, (began, before) = time.monotonic(), self._before
         self._before = now, tokens

@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard, W&B and trackio, through accelerate's trackers."""
+"""Experiment trackers besides metrics.jsonl: TensorBoard, W&B and trackio, through accelerate."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from outrider.errors import ConfigError
 
 log = logging.getLogger(__name__)
 NAMES = ("tensorboard", "wandb", "trackio")
-"""Trackers; each needs the package of its name."""
+"""Supported trackers; each needs the package of its name."""
 
 
 class Tracker(Protocol):
-    """What metrics are sent to; accelerate's `GeneralTracker` is one."""
+    """A receiver of metrics, such as accelerate's `GeneralTracker`."""
 
     name: str
 
     def start(self) -> None:
-        """Begin, or go on with, a run."""
+        """Start or resume a run."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Flat settings of the run."""
+        """Store the flattened settings of the run."""
 
     def log(self, values: dict[str, Any], step: int | None = None) -> None:
-        """Numbers of a step."""
+        """Log the numbers of a step."""
 
     def finish(self) -> None:
         """End the run."""
 
 
 def known(names: list[str]) -> list[str]:
-    """The names themselves.  Raises ConfigError for one that is no tracker's."""
+    """Returns the names.  Raises ConfigError for an unknown tracker."""
     for name in names:
         if name not in NAMES:
             raise ConfigError(f"{name!r} is not a tracker{nearest(name, NAMES)}")
@@ -43,7 +43,7 @@ def known(names: list[str]) -> list[str]:
 
 
 def check(names: Sequence[str]) -> None:
-    """Raises ConfigError, with the command that installs it, where a tracker's package is missing."""
+    """Raises ConfigError, with the install command, if a tracker's package is missing."""
     for name in names:
         missing = [package for package in ("accelerate", name) if find_spec(package) is None]
         if missing:
@@ -55,16 +55,16 @@ def check(names: Sequence[str]) -> None:
 
 
 def named(names: Sequence[str], folder: Path, step: int) -> list[Tracker]:
-    """Trackers of the run in `folder`, which goes on after this step; none is started yet."""
+    """Trackers for the run in `folder`, which resumes after this step; none is started yet."""
     check(names)
     return [_made(name, folder, step) for name in names]
 
 
 def _made(name: str, folder: Path, step: int) -> Tracker:
-    from accelerate import PartialState, tracking  # a second to load, and not always there
+    from accelerate import PartialState, tracking  # takes a second to import, and is optional
 
-    PartialState()  # without it trackers of every process, wandb and trackio, fail as they write their own log
-    if name == "tensorboard":  # what lies behind the step is trained, and written, again
+    PartialState()  # without it wandb and trackio, which run in every process, fail when they write their own log
+    if name == "tensorboard":  # later steps will be trained and written again
         return tracking.TensorBoardTracker("tensorboard", folder, purge_step=step + 1)
     if name == "wandb":
         more = {"name": folder.name, "id": folder.name, "dir": str(folder)}
@@ -73,7 +73,7 @@ def _made(name: str, folder: Path, step: int) -> Tracker:
 
 
 class Trackers:
-    """Sends metrics to trackers.  One that fails is left out from then on: training is worth more than its curves."""
+    """Sends metrics to trackers.  A tracker that fails is dropped: it must not stop the training."""
 
     def __init__(self, trackers: Sequence[Tracker], settings: Mapping[str, Any]):
         self.running = list(trackers)
@@ -82,7 +82,7 @@ class Trackers:
         self._each(lambda tracker: tracker.store_init_configuration(flat))
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """A row of metrics, with its step."""
+        """Send a row of metrics, which includes its step."""
         values = dict(_flat("train", {key: value for key, value in row.items() if key != "step"}, _is_number))
         self._each(lambda tracker: tracker.log(values, step=row["step"]))
 
@@ -93,7 +93,7 @@ class Trackers:
         for tracker in tuple(self.running):
             try:
                 act(tracker)
-            except Exception as error:  # of any library, over any network
+            except Exception as error:  # any library may fail, over any network
                 log.warning("tracker %s failed (%s) and is left out; metrics.jsonl has all rows", tracker.name, error)
                 self.running.remove(tracker)
 
@@ -107,7 +107,7 @@ def _is_setting(value: Any) -> bool:
 
 
 def _flat(key: str, value: Any, is_kept: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
-    """Leaves by their path, such as train/acceptance/0."""
+    """Leaves by path, such as train/acceptance/0."""
     if isinstance(value, Mapping):
         for name, one in value.items():
             yield from _flat(f"{key}/{name}", one, is_kept)
