@@ -1,6 +1,7 @@
-"""The row `step-8b` of `gpu.py`: a verified step with Python between its graphs, and the same as one graph.
+"""The row `step-8b` of `gpu.py`: a verified step with Python between its graphs, and the same step as one graph.
 
-Drafters have random weights, so nearly nothing is accepted: a step of one tree takes the same time, whatever is.
+Drafters have random weights, so almost nothing is accepted: a step of one tree takes the same time whatever is
+accepted.
 """
 
 from __future__ import annotations
@@ -29,12 +30,11 @@ from outrider.targets.hf.transformers import TransformersTarget
 DRAFTERS = {"medusa": {"nodes": 16}, "mtp": {"length": 3}, "dspark": {"block": 7}, "eagle3": {"length": 5}}
 HEAT = 0.8
 WARM = 4
-"""Steps that are not timed, or half of those that there are: in them sizes are captured."""
+"""Untimed steps, or half of the steps if there are fewer: sizes are captured in them."""
 
 
 def measure(target: TransformersTarget, device: str, small: bool, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Milliseconds a step by drafter, batch and temperature, both ways.  target: its passes captured, where they are
-    today."""
+    """Milliseconds per step by drafter, batch and temperature, both ways.  target: with its passes captured."""
     batches, new, kinds = ((1,), 24, ("dspark", "medusa")) if small else ((1, 16), 96, tuple(DRAFTERS))
     for kind, batch, heat in itertools.product(kinds, batches, (0.0, HEAT)):
         settings: dict[str, Any] = dict(DRAFTERS[kind])
@@ -47,7 +47,7 @@ def measure(target: TransformersTarget, device: str, small: bool, found: list[di
                 texts.append(text)
             point["same"] = sum(one == other for one, other in zip(*texts, strict=True)) / batch
             point["check"] = wrong(target, drafter)
-        except Exception as error:  # one drafter's failure is its own
+        except Exception as error:  # one drafter's failure does not stop the others
             point["error"] = f"{type(error).__name__}: {first_line(error)[:300]}"
         found.append(point)
     return {"points": found}
@@ -83,7 +83,7 @@ def timed(
 def steps_of(
     target: TransformersTarget, drafter: Drafter, requests: list[Request], is_whole: bool
 ) -> Iterator[Progress]:  # fmt: skip
-    """On a CPU, to rehearse, the operations of a whole step one by one."""
+    """On a CPU, as a rehearsal: the operations of a whole step one by one."""
     state, fixed = generation.batch(target, len(requests), ends=frozenset()), named.policy("fixed", drafter)
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
     recorder = None if target.device.type == "cuda" else rerunning

@@ -1,11 +1,12 @@
-"""kill -9 a training at random moments, resume it each time, and compare its end with an undisturbed one, bit for bit.
+"""kill -9 a training at random moments, resume it each time, and compare the final state with an undisturbed one, bit
+for bit.
 
     python benchmarks/kills.py [--kills 20] [--steps 24] [--seed 0] [--work FOLDER] [--out FILE]
 
 The demo target and a small dspark.  Half of the kills come at a random time, half inside a save: before a random one of
-its system calls (fsync, link, rename, write), or in the middle of a file.  Where a training ends before all kills are
-spent, the next one begins.  Every file of every checkpoint is compared, and metrics.jsonl; only clocks may differ.
-Prints JSON; an end that differs makes the exit code 1.
+its system calls (fsync, link, rename, write), or in the middle of a file.  If a training ends before all kills are
+spent, the next one begins.  Every file of every checkpoint is compared, and metrics.jsonl; only timings may differ.
+Prints JSON; exits with 1 if a final state differs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ BEGUN = "training began"
 CALLS: tuple[tuple[Any, str], ...] = (
     (os, "fsync"), (os, "link"), (Path, "rename"), (Path, "write_text"), (checkpoint, "save_file"),
 )  # fmt: skip
-"""What a save does to the disk."""
+"""The system calls with which a save changes the disk."""
 
 
 def main() -> None:
@@ -59,11 +60,11 @@ def main() -> None:
     sys.exit(0 if found["identical"] else 1)
 
 
-# ── the training that is killed ───────────────────────────────────────────────────────────────────────────────────────
+# ── the training to kill ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def child(at: int) -> None:
-    """Train in the current folder; before call number `at` of its saves, counted from 0, the process is killed."""
+    """Train in the current folder; the process is killed before call number `at` of its saves, counted from 0."""
     real, count = trainer.train, [0]
 
     def begun(*given: Any, **more: Any) -> Any:
@@ -78,7 +79,7 @@ def child(at: int) -> None:
 
 
 def counted(real: Callable[..., Any], name: str, count: list[int], at: int) -> Callable[..., Any]:
-    """A system call that is counted; number `at` is not made, or made half where it writes tensors."""
+    """A counted system call; number `at` is not made, or only half made if it writes tensors."""
 
     def call(*given: Any, **more: Any) -> Any:
         if count[0] == at:
@@ -97,7 +98,7 @@ def counted(real: Callable[..., Any], name: str, count: list[int], at: int) -> C
 
 
 def measured(work: Path, kills: int, steps: int, seed: int) -> dict[str, Any]:
-    """All kills, and whether every training that was killed ended as the undisturbed one."""
+    """All kills, and whether every killed training ended like the undisturbed one."""
     draw, spent, differences = random.Random(seed), [], []
     whole = made(work / "undisturbed", steps)
     outrider.run(str(whole / "kills.yaml"), stages=["prepare"])
@@ -122,7 +123,7 @@ def measured(work: Path, kills: int, steps: int, seed: int) -> dict[str, Any]:
 
 
 def made(place: Path, steps: int) -> Path:
-    """A folder with the run file; the answers lie beside it."""
+    """A folder with the run file; the answers are next to it."""
     place.mkdir(parents=True)
     run = {
         "target": {"name": "demo", "compile": False},
@@ -150,7 +151,7 @@ def start(place: Path, at: int) -> subprocess.Popen[str]:
 
 
 def waited(process: subprocess.Popen[str], kill_after_s: float | None) -> tuple[float, str]:
-    """Seconds of training until the process ended, or was killed so long after it began; and what it printed last."""
+    """Seconds of training until the process ended, or was killed after this many seconds; and its last output."""
     assert process.stdout is not None
     while BEGUN not in (line := process.stdout.readline()):
         if not line:
@@ -168,9 +169,9 @@ def waited(process: subprocess.Popen[str], kill_after_s: float | None) -> tuple[
 
 
 def killed(place: Path, draw: random.Random, took_s: float, calls: int, is_save: bool) -> dict[str, Any]:
-    """Start the training and kill it; what it was doing, and from which step it will go on.
+    """Start the training and kill it; returns what it was doing, and the step from which it will resume.
 
-    Times and calls are drawn of a quarter of a training, so that one training is killed several times.
+    Times and calls are drawn from a quarter of a training, so that one training is killed several times.
     """
     before = step_of(place)
     at = draw.randrange(calls // 4) if is_save else -1
@@ -182,7 +183,7 @@ def killed(place: Path, draw: random.Random, took_s: float, calls: int, is_save:
 
 
 def step_of(place: Path) -> int:
-    """Of the checkpoint that the next start goes on from; 0 where there is none."""
+    """The step of the checkpoint from which the next start resumes; 0 if there is none."""
     folder = place / RUN / "checkpoint"
     if not (checkpoint.whole(folder) / checkpoint.MANIFEST).exists():
         return 0
@@ -190,7 +191,7 @@ def step_of(place: Path) -> int:
 
 
 def files(folder: Path) -> dict[str, str]:
-    """What a training left, by name: the hash of each file, without clocks."""
+    """The files of a training by name: the hash of each, without timings."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_dir() or path.name in ("provenance.json", "config.yaml"):

@@ -1,15 +1,15 @@
-"""A drafter that learns while it serves: what shifted traffic teaches it, what plain users pay, what is refused.
+"""A drafter that learns while it serves: what it learns from shifted traffic, what plain users pay, what is refused.
 
     python benchmarks/learning.py --minutes 60 --out benchmarks/results/learning.json
 
-Traffic is the library's source in another register, see `REGISTERS`.  Modules of the traffic and of the evaluation are
-not the same.  Two servers of the demo's pair take turns: one learns, in the processor's time that requests leave; the
-other stands for how it would be without.  Both are asked the same, one request after the other with a pause for thought
-in between; every second request wants no drafts, as a plain user's.  While one is asked, the other stands still.
+Traffic is the library's source in another register, see `REGISTERS`.  Traffic and evaluation use different modules.
+Two servers of the demo's pair take turns: one learns, in the CPU time that requests leave free; the other shows how it
+would be without learning.  Both get the same requests, one at a time with a pause for thought in between; every second
+request turns drafts off, like a plain user's.  While one is in use, the other is paused.
 
-After that: the version that is served then beside the first one on held-out traffic, prompt by prompt; the same buffer
-with shuffled answers, which the gate has to refuse; a version whose weights were spoilt, which has to be rolled back.
-dspark is the checkpoint of the last `make demo`.
+After that: the version served at the end compared with the first one on held-out traffic, prompt by prompt; the same
+buffer with shuffled answers, which the gate has to refuse; and a version with corrupted weights, which has to be rolled
+back. dspark is the checkpoint of the last `make demo`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from outrider.serve.learning.trial import compared
 
 CHARACTERS, SLOTS, LENGTH = 600, 4, 512
 NEW = (48, 64, 80)
-"""Longest answers of the requests, in tokens, by turns."""
+"""Maximum answer lengths in tokens; requests cycle through them."""
 EVALUATED = ("argparse", "calendar", "csv", "dataclasses", "heapq", "queue", "shlex", "textwrap", "weakref")
-"""Modules of the evaluation; the other held-out ones are the traffic's."""
+"""Modules of the evaluation; the other held-out ones are used for traffic."""
 
 # ── traffic ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -56,12 +56,12 @@ def capitals(name: str, text: str) -> str:
 
 
 def quoted(name: str, text: str) -> str:
-    """A list of the source's lines, as JSON."""
+    """The source's lines as a JSON list."""
     return json.dumps({"file": name, "lines": text.splitlines()}, indent=1)
 
 
 def renamed(name: str, text: str) -> str:
-    """Letters of words that are no part of the language stand for others."""
+    """Letters in words that are not part of the language are substituted."""
     return "".join(chr((ord(c) - 97 + 13) % 26 + 97) if "a" <= c <= "z" else c for c in text)
 
 
@@ -77,7 +77,7 @@ def shifted(register: str, count: int, is_evaluated: bool, seed: int = 0) -> lis
 
 
 def asked(prompts: Sequence[str], seed: int) -> list[Due]:
-    """Requests, every second one without drafts; what they answer is not compared."""
+    """Requests, every second one without drafts; their answers are not compared."""
     order = random.Random(seed).sample(prompts, len(prompts))
     found = []
     for number, prompt in enumerate(order):
@@ -105,7 +105,7 @@ def server(name: str, wanted: argparse.Namespace, folder: Path | None) -> Any:
 
 
 def visited(server: Server, clients: Clients, due: Sequence[Due], thought_s: float) -> list[dict[str, Any]]:
-    """Ask one after the other, with so many seconds for thought; times of each answer."""
+    """Send requests one after the other, with this many seconds of pause; returns the times of each answer."""
     rows = []
     with server.awake():
         for one in due:
@@ -121,13 +121,13 @@ def visited(server: Server, clients: Clients, due: Sequence[Due], thought_s: flo
 
 
 def traffic(wanted: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:
-    """Both servers by turns until the time is over, and a wait for the version that is under way."""
+    """Both servers in turns until the time is over, then wait for the version in training."""
     prompts, windows = shifted(wanted.register, 4000, is_evaluated=False), {"learning": [], "still": []}
     ends, turn = time.monotonic() + 60 * wanted.minutes, 0
     with Clients() as clients, server("learning", wanted, folder) as learning, server("still", wanted, None) as still:
         for one in (learning, still):
             one.pause()
-        for one in (learning, still):  # a warm-up: all code has run
+        for one in (learning, still):  # a warm-up, so that all code has run
             visited(one, clients, asked(prompts, 999)[:6], 0.05)
         while time.monotonic() < ends:
             due, turn = asked(prompts, turn)[: wanted.requests], turn + 1
@@ -147,7 +147,7 @@ def traffic(wanted: argparse.Namespace, folder: Path, found: dict[str, Any]) -> 
 
 
 def waits(windows: dict[str, list[list[dict[str, Any]]]], is_plain: bool, draws: int = 1000) -> dict[str, Any]:
-    """p50 and p99 in ms of the first token and of gaps, at both servers, and the ratios of the p99 with the 95 %
+    """p50 and p99 in ms of the first token and of gaps, on both servers, and the ratios of the p99 with the 95 %
     interval of a bootstrap over turns."""
     found: dict[str, Any] = {}
     for what in ("first", "gap"):
@@ -179,7 +179,7 @@ def times(row: dict[str, Any], what: str) -> list[float]:
 
 
 def gained(wanted: argparse.Namespace, folder: Path, found: dict[str, Any]) -> None:
-    """The version that is served at the end beside version 0, on prompts of modules that no request came from."""
+    """The version served at the end compared with version 0, on prompts of modules that no request came from."""
     there, target = Folder(folder), load_target("demo", compile=False)
     prompts = shifted(wanted.register, wanted.evaluated, is_evaluated=True)
     texts = [Text(target.encode(prompt), [0] * 96, []) for prompt in prompts]
@@ -195,7 +195,7 @@ def gained(wanted: argparse.Namespace, folder: Path, found: dict[str, Any]) -> N
 
 
 def poisoned(folder: Path, place: Path) -> dict[str, Any]:
-    """The job over the same buffer with its answers shuffled, tokens of all of them mixed."""
+    """The job over the same buffer with its answers shuffled: all their tokens mixed."""
     shutil.copytree(folder, place)
     there, draw = Folder(place), random.Random(0)
     parts = {part: there.buffer.newest(part, 10**5)[::-1] for part in ("train", "held_out")}  # type: ignore[arg-type]
@@ -211,7 +211,7 @@ def poisoned(folder: Path, place: Path) -> dict[str, Any]:
 
 
 def rolled_back(wanted: argparse.Namespace, folder: Path, place: Path) -> dict[str, Any]:
-    """A version that passed by mistake, its weights `spoilt` noise: seconds from its swap to its end."""
+    """A version that passed by mistake, with weights that are `spoilt` noise: seconds from its swap to its rollback."""
     shutil.copytree(folder, place)
     there, target = Folder(place), load_target("demo", compile=False)
     version, before = there.next_version(), there.state().version
@@ -234,7 +234,7 @@ def rolled_back(wanted: argparse.Namespace, folder: Path, place: Path) -> dict[s
 
 
 def spoil(there: Folder, target: Any, version: int, origin: int, by: float) -> None:
-    """Every matrix gets noise of `by` times its own spread."""
+    """Add noise of `by` times its own spread to every matrix."""
     model = checkpoint.load_model(there.checkpoint(origin), target)
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -246,7 +246,7 @@ def spoil(there: Folder, target: Any, version: int, origin: int, by: float) -> N
     (there.place(version) / RESULT).write_text(json.dumps(result))
 
 
-# ── all of it ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── all parts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def promises(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -281,7 +281,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="of the drafter that learns; kept, and gone on with")
     parser.add_argument("--out", type=Path)
     wanted = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the servers end then, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped too
     machine.set_up_process()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:

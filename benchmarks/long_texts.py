@@ -1,16 +1,17 @@
-"""Long prompts on a server of a real model: memory, first tokens, speed behind them, and what others feel of it.
+"""Long prompts on a server of a real model: memory, time to first token, speed after them, and the effect on other
+clients.
 
     python benchmarks/engines/build_llama.py
     python benchmarks/long_texts.py [--rows memory,first,depth,beside,many] [--rounds 2] [--out FILE]
 
-Prompts are sources of Python's library after another first line each, so that no two begin alike.  Greedy.
+Prompts are sources of Python's library, each after a different first line, so that no two share a prefix.  Greedy.
 
-`memory`: a server of 16 slots: its memory idle, at its peak and after one prompt of 6,443 tokens, and what the prompt's
-keys and values take.  `first`: seconds to the first token of prompts of 170, 2,000 and 6,400 tokens, of the server, of
-`generate` and of llama-server with bfloat16 weights and flash attention, by turns.  `depth`: tokens/s of 64 tokens
-behind them.  `beside`: 15 streams while a prompt of 6,443 tokens is read: gaps between their tokens, and the prompt's
-pace against its pace alone.  `many`: 16 clients with prompts of 4,000 tokens of their own, then with 3,500 in common.
-Servers stand still while another is asked.  Prints JSON.
+`memory`: a server of 16 slots: its memory when idle, at its peak and after one prompt of 6,443 tokens, and the size of
+the prompt's keys and values.  `first`: seconds to the first token of prompts of 170, 2,000 and 6,400 tokens, for the
+server, `generate` and llama-server with bfloat16 weights and flash attention, interleaved.  `depth`: tokens/s of 64
+tokens after them.  `beside`: 15 streams while a prompt of 6,443 tokens is read: gaps between their tokens, and the
+prompt's speed relative to its speed alone.  `many`: 16 clients with prompts of 4,000 distinct tokens, then with 3,500
+in common.  Servers are paused while another is measured.  Prints JSON.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ SETTLE_S = 1.0
 
 
 class Stream(NamedTuple):
-    """When a request was sent, and when its pieces came."""
+    """When a request was sent, and when its pieces arrived."""
 
     began: float
     pieces: list[float]
@@ -87,7 +88,7 @@ def main() -> int:
 
 
 class Texts:
-    """Prompts of any number of tokens, none of which begins like another."""
+    """Prompts of any number of tokens, no two of which share a prefix."""
 
     def __init__(self, target: Any):
         modules = (argparse, inspect, statistics, threading, tempfile, httpx)
@@ -95,7 +96,7 @@ class Texts:
         self.target, self.numbers = target, itertools.count(1)
 
     def of(self, tokens: int, common: str = "") -> str:
-        """About so many tokens, after `common`."""
+        """About this many tokens, after `common`."""
         first = common or f"Read file {next(self.numbers)} of a library.\n"
         own = tokens - len(self.target.encode(first)) - 40 * (not common)
         at = 97 * next(self.numbers)
@@ -111,7 +112,7 @@ def ours(*more: object) -> Iterator[Server]:
 
 @contextmanager
 def theirs(target: Any, slots: int, length: int) -> Iterator[Server | None]:
-    """llama-server; None where it was not built."""
+    """llama-server; None if it was not built."""
     with tempfile.TemporaryDirectory() as place:
         words = their_model(target, Path(place))
         if words is None:
@@ -149,7 +150,7 @@ def together(server: Server, prompts: Sequence[str], new: int) -> list[Stream]:
 
 @contextmanager
 def peak(server: Server) -> Iterator[list[int]]:
-    """The most memory that it has meanwhile, as the only number of a list."""
+    """The server's peak memory while the block runs, as the only number of a list."""
     most, is_over = [server.resident_bytes()], threading.Event()
 
     def watch() -> None:
@@ -171,7 +172,7 @@ Row = tuple[Any, list[dict[str, Any]]]
 
 
 def memory(target: Any, rounds: int) -> Row:
-    """Of one long prompt."""
+    """Memory of one long prompt."""
     texts, column = Texts(target), token_bytes(target)
     with ours() as server:
         ask(server, texts.of(100), 4)
@@ -239,7 +240,7 @@ def depth(target: Any, rounds: int) -> Row:
 
 
 def beside(target: Any, rounds: int) -> Row:
-    """A long prompt beside 15 streams."""
+    """A long prompt while 15 streams are running."""
     texts, rows = Texts(target), []
     with ours("serve.prefix_bytes=0", "serve.interval_s=0") as server:
         for _ in range(rounds):
@@ -268,7 +269,7 @@ def beside(target: Any, rounds: int) -> Row:
 
 
 def many(target: Any, rounds: int) -> Row:
-    """16 long prompts at once, each of its own, and with a beginning in common."""
+    """16 long prompts at once, all distinct, and then with a common prefix."""
     texts, column, found, lines = Texts(target), token_bytes(target), dict[str, Any](), list[dict[str, Any]]()
     own, new = [texts.of(4000) for _ in range(SLOTS)], 200
     common = texts.of(3500)

@@ -3,15 +3,14 @@
     python benchmarks/methods.py [--only dspark,dflash] [--seeds 0,1,2] [--column minutes,steps] [--table]
 
 A cell is a method, a seed and a column.  Column `minutes`: as many optimiser steps as fit into the same minutes of one
-core, timed once and the same for the method's other seeds; column `steps`: the same number of steps for all.  Data,
-batch, optimiser and prompts are the same, settings are the recipes'; what a cell says is a line of
-results/methods.jsonl, so a run that is stopped goes on where it was, and two may run beside each other on methods of
-their own.  Time is the process's own CPU time, which work beside it does not count in; no cell sees its prompts in
-training.  Measured in interleaved runs of a few methods, at temperatures 0 and 1, against `generate` and plain
-decoding.
+core, timed once and reused for the method's other seeds; column `steps`: the same number of steps for all.  Data,
+batch, optimiser and prompts are the same, settings are the recipes'; each cell is a line of results/methods.jsonl, so a
+stopped run resumes, and two may run at the same time on different methods.  Time is the process's own CPU time, which
+excludes other work; no cell sees its prompts in training.  Measured in interleaved runs of a few methods, at
+temperatures 0 and 1, against `generate` and plain decoding.
 
-The table is over all cells there are: mean and spread over seeds, and every comparison of two methods as a ratio of
-tokens per step with its 95 % interval, from a bootstrap over seeds and, within them, prompts that both have.
+The table covers all cells: mean and spread over seeds, and every comparison of two methods as a ratio of tokens per
+step with its 95 % interval, from a bootstrap over seeds and, within them, prompts that both have.
 """
 
 from __future__ import annotations
@@ -53,27 +52,27 @@ from outrider.training.trainer import train
 HERE = Path(__file__).resolve().parent
 RECIPES, CELLS, RUNS = HERE.parent / "recipes", HERE / "results" / "methods.jsonl", HERE.parent / "runs" / "methods"
 MINUTES, STEPS = 3.0, 160
-"""Of one core, in the first column; optimiser steps, in the second."""
+"""Minutes of one core for the first column; optimiser steps for the second."""
 BATCH = 8
-"""Texts a step, whatever a recipe says."""
+"""Texts per step, overriding the recipe."""
 COLUMNS = ("minutes", "steps")
 TOGETHER = 8
-"""Methods measured in one run, so that a sitting that ends leaves what it measured before."""
+"""Methods measured in one run, so that an interrupted run keeps what it measured before."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A recipe and what of it is different."""
+    """A recipe and its changed settings."""
 
     recipe: str
     changes: tuple[str, ...] = ()
     reference: str | None = None
-    """The method whose model of the same seed and column the selection compares with."""
+    """The method with which the selection compares it, at the same seed and column."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A published order: `better` keeps at least `ratio` times the tokens per step of `worse`."""
+    """A published order: `better` reaches at least `ratio` times the tokens per step of `worse`."""
 
     better: str
     worse: str
@@ -89,7 +88,7 @@ SMALL = (
     "drafter.kv_heads=1",
     "drafter.intermediate=128",
 )
-"""A drafter that can't learn all it is shown."""
+"""A drafter too small to learn all its training data."""
 TENTH = (
     "drafter.new.layers=2", "drafter.new.hidden=128", "drafter.new.intermediate=384",
     "drafter.new.heads=4", "drafter.new.kv_heads=2", "drafter.new.head_dim=32",
@@ -137,7 +136,7 @@ HALVES = {
     "limited, kl": ("drafter.heads=1", "drafter.intermediate=64"),
     "limited, lk_lambda": ("drafter.heads=1", "drafter.intermediate=64"),
 }
-"""Layers of about half the weights, for orders that do not hold at their size."""
+"""Layers with about half the weights, for orders that do not hold at their size."""
 STUDIES = {
     f"{name}, {what}": Method(
         METHODS[name].recipe,
@@ -189,7 +188,7 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; known: {'; '.join(METHODS)}")
     options.out = options.out and options.out.absolute()
-    os.chdir(HERE.parent)  # recipes name their answers from there
+    os.chdir(HERE.parent)  # recipes name their answers relative to this folder
     if not options.table:
         measured = MeasureConfig(prompts=options.prompts, max_new_tokens=options.new, traced_prompts=0)
         bench = Bench(load_target("demo", compile=False), measured)
@@ -205,7 +204,7 @@ def main() -> None:
 
 @dataclass
 class Bench:
-    """Trains and measures cells on one target; features are read once for all of them."""
+    """Trains and measures cells on one target; features are computed once for all of them."""
 
     target: TransformersTarget
     config: MeasureConfig
@@ -228,7 +227,7 @@ class Bench:
                 lines.write(json.dumps(cell, separators=(",", ":")) + "\n")
 
     def train(self, name: str, seed: int, column: str) -> dict[str, Any]:
-        """Train one cell, or take what an earlier sitting left whole.  Returns what the cell says of its training."""
+        """Train one cell, or load a complete one from an earlier run.  Returns the cell's fields about its training."""
         folder = folder_of(name, seed, column)
         done = folder / "cell.json"
         if done.exists():
@@ -245,7 +244,7 @@ class Bench:
         return facts
 
     def _affordable(self, name: str, settings: RunConfig, folder: Path) -> int:
-        """Steps in the minutes there are: those of a seed before, else as the quickest of three short trials says."""
+        """Steps in the given minutes: those of an earlier seed, else from the fastest of three short trials."""
         for seed in range(10):
             if cell := cell_of(name, seed, "minutes"):
                 return int(cell["steps"])
@@ -253,7 +252,7 @@ class Bench:
         return round(60 * MINUTES / min(trial["seconds_per_step"] for trial in trials))
 
     def fit(self, settings: RunConfig, folder: Path, steps: int) -> dict[str, Any]:
-        """Train so many steps into a folder.  Returns what a cell says of that."""
+        """Train this many steps into a folder.  Returns the cell's fields about it."""
         assert settings.train is not None
         given = {"steps": steps, "batch": BATCH, "save_every": steps, "log_every": steps}
         config = settings.train.model_copy(update=given)
@@ -275,7 +274,7 @@ class Bench:
         }
 
     def _source(self, settings: RunConfig) -> LiveFeatures:
-        """Features of the texts, with every layer that some method taps."""
+        """Features of the texts, with every layer that any method taps."""
         assert settings.train is not None
         count = settings.prepare.count or 0
         if count not in self.sources:
@@ -293,7 +292,7 @@ class Bench:
 
 
 class Tapped:
-    """The same features as a method sees them: its own taps."""
+    """The same features reduced to one method's taps."""
 
     def __init__(self, source: LiveFeatures, taps: tuple[int, ...]):
         self.source, self.taps = source, list(taps)
@@ -319,7 +318,7 @@ def slug(name: str) -> str:
 
 
 def short(row: Row) -> dict[str, Any]:
-    """What of a report's row a cell keeps."""
+    """The fields of a report's row that a cell keeps."""
     kept = (
         "temperature",
         "prompts",
@@ -393,13 +392,13 @@ def summary(name: str, column: str, own: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def mean_by_depth(found: Sequence[Sequence[float | None]]) -> list[float]:
-    """Over seeds; a depth that a seed never reached counts as 0."""
+    """Mean over seeds; a depth that a seed never reached counts as 0."""
     deepest = max(map(len, found), default=0)
     return [statistics.mean((shares[k] or 0.0) if k < len(shares) else 0.0 for shares in found) for k in range(deepest)]
 
 
 def order(claim: Claim, column: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Whether a published order holds here; None where one of the two was not measured."""
+    """Whether a published order holds here; None if one of the two was not measured."""
     sides = [per_prompt(found, name, column, claim.temperature) for name in (claim.better, claim.worse)]
     seeds = sorted(sides[0].keys() & sides[1].keys())
     if not seeds:
@@ -439,7 +438,7 @@ def per_prompt(
 
 
 def ratio_of(pairs: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> float:
-    """Tokens per step of the first over the second."""
+    """Tokens per step of the first over those of the second."""
     first, second = ([sum(column) for column in zip(*side, strict=True)] for side in zip(*pairs, strict=True))
     return (first[0] / first[1]) / (second[0] / second[1])
 

@@ -1,15 +1,16 @@
-"""Tokens per step after so many minutes of training: as `init --minutes` chooses, by defaults, by a hand recipe.
+"""Tokens per step after a given number of minutes of training: with the choices of `init --minutes`, the defaults, or a
+hand-written recipe.
 
     python benchmarks/minutes.py ANSWERS KIND=FILE.jsonl ... [--minutes 15,30] [--seeds 0,1,2] [--prompts 16]
                                  [--recipes planned,hand,defaults] [--work FOLDER] [--out FILE]
 
-ANSWERS: a folder that `outrider prepare` filled for smollm2; all recipes train on it.  KIND=FILE: held-out prompts,
-whose rows have `turns`; drafts are verified greedily, all of a drafter's columns in every step.
+ANSWERS: a folder filled by `outrider prepare` for smollm2; all recipes train on it.  KIND=FILE: held-out prompts, whose
+rows have `turns`; drafts are verified greedily, with all of a drafter's columns in every step.
 
-`defaults` are those of commit 761224d4: dspark of five layers and blocks of 7, 512 anchors, AdamW at 6e-4 towards ten
-passes; stopped when the minutes are over.  `hand`: two layers, blocks of 5, 48 anchors, rank 128, AdamW at 6e-4.
-`planned`: what `init --minutes` writes.  The steps of the last two fill the minutes, by steps that are timed first, one
-recipe after the other.  What was measured is kept in --work, and the same command goes on.  Prints JSON.
+`defaults` are those of commit 761224d4: dspark of five layers and blocks of 7, 512 anchors, AdamW at 6e-4 for up to ten
+passes, stopped when the minutes are over.  `hand`: two layers, blocks of 5, 48 anchors, rank 128, AdamW at 6e-4.
+`planned`: the output of `init --minutes`.  The last two get as many steps as fit into the minutes; steps are timed
+first, one recipe after the other.  Measurements are kept in --work; rerun the same command to resume.  Prints JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from outrider.runs.forecast import budget  # noqa: E402
 from outrider.targets.load import load_target  # noqa: E402
 
 LOADING_S = 20.0
-"""Of a training before its first step."""
+"""Seconds of a training before its first step."""
 BASE = {"lr": 6e-4, "batch": 8, "log_every": 20}
 HAND = {"kind": "dspark", "layers": 2, "block": 5, "anchors": 48, "rank": 128}
 RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -102,7 +103,7 @@ def run_file(options: argparse.Namespace, recipe: str, name: str, **train: Any) 
 
 
 def timed(options: argparse.Namespace, target: Any) -> dict[str, tuple[float, float]]:
-    """Seconds to read all texts once, and of a step, of each recipe; timed once."""
+    """Seconds to read all texts once, and per step, for each recipe; timed once."""
     every, place = list(iterate_answers(options.answers / ANSWERS)), options.work / "rates.json"
     found: dict[str, tuple[float, float]] = json.loads(place.read_text()) if place.exists() else {}
     for recipe in set(options.recipes) - found.keys():
@@ -117,7 +118,7 @@ def timed(options: argparse.Namespace, target: Any) -> dict[str, tuple[float, fl
 def trained(
     options: argparse.Namespace, recipe: str, seed: int, minutes: float, rates: tuple[float, float]
 ) -> dict[str, Any]:  # fmt: skip
-    """Train for so many minutes in a process of its own."""
+    """Train for this many minutes in a separate process."""
     name, (read, step) = f"{recipe}-{seed}-{minutes:g}", rates
     steps = {} if recipe == "defaults" else {"steps": max(1, int((60 * minutes - read) / step))}
     file = run_file(options, recipe, name, seed=seed, **steps)
@@ -141,7 +142,7 @@ def trained(
 
 
 def memory_peak(pid: int) -> int:
-    """Largest resident size of a process so far, in KiB; 0 once it has ended."""
+    """Peak resident size of a process so far, in KiB; 0 once it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -159,7 +160,7 @@ def accepted(target: Any, checkpoint: str, prompts: dict[str, list[list[int]]], 
 
 
 def promises(rows: list[dict[str, Any]], minutes: list[float]) -> list[dict[str, Any]]:
-    """What the planned recipe brings above 1 token per step, over what the others bring in the same minutes."""
+    """The planned recipe's gain above 1 token per step, over that of the others in the same minutes."""
 
     def gained(recipe: str, at: float) -> float | None:
         own = [row for row in rows if row["recipe"] == recipe and row["minutes"] == at]

@@ -1,16 +1,16 @@
-"""What a step costs besides the models, and what the distribution costs on a large vocabulary.
+"""The cost of a step besides the models, and the cost of the distribution on a large vocabulary.
 
     python benchmarks/overhead.py [--batches 1,16] [--new 64] [--out FILE]
 
-Loop: the share of a step that is not spent in calls into the two models (a module's forward, or the graph that stands
-for it): masks, cache, distributions, acceptance, commit, policy and Python, on the demo target, over the plain path,
-over compiled steps, and over steps that are one call (acceptance and commit are in them then), each
-batch's drafters by turns.
+Loop: the share of a step not spent in calls into the two models (a module's forward, or the graph that replaces it):
+masks, cache, distributions, acceptance, commit, policy and Python, on the demo target, for the plain path, for compiled
+steps, and for steps that are one call (which then include acceptance and commit), with each batch's drafters
+interleaved.
 
 Distribution: `distribution` (temperature 0.8, top-k 50, top-p 0.95) and the loop's acceptance of a chain with dense q,
-beside one float32 softmax over the logits [B, N+1, V]; greedy acceptance beside one argmax.  Medians of rounds in which
-all take turns. Peak memory is what resident memory grows by at its highest, beyond the p that is returned, in units of
-[B, N, V] float32; the few [B, V] tensors of the last draw are a part of it, a thirty-second each.
+compared with one float32 softmax over the logits [B, N+1, V]; greedy acceptance compared with one argmax.  Medians of
+rounds in which all are interleaved.  Peak memory is the maximum growth of resident memory, beyond the returned p, in
+units of [B, N, V] float32; the few [B, V] tensors of the last draw are part of it, a thirty-second each.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def loop(batches: list[int], new: int, compiled: bool) -> list[dict[str, Any]]:
 
 
 def made() -> tuple[torch.Tensor, Settings, Draft, Streams]:
-    """Logits [B, N+1, V] as peaked as a model's, and a chain drawn from a q near their exact."""
+    """Logits [B, N+1, V] as peaked as a model's, and a chain drawn from a q close to their exact distribution."""
     noise = torch.Generator().manual_seed(0)
     logits = torch.empty(SLOTS, NODES + 1, VOCABULARY).normal_(0, 3, generator=noise)
     settings = Settings.of([Sampling(temperature=0.8, top_k=50, top_p=0.95)] * SLOTS)
@@ -150,9 +150,9 @@ def acceptance(rounds: int = 7) -> dict[str, Any]:
 
 
 def peak() -> int:
-    """Bytes that resident memory grew by at its highest, beyond the p that is returned."""
+    """Maximum growth of resident memory in bytes, beyond the returned p."""
     logits, settings, draft, streams = made()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _resident("VmRSS")
     accept_chain(draft, distribution(logits, settings), streams)
     return max(0, _resident("VmHWM") - before - logits.nbytes)

@@ -1,6 +1,6 @@
-"""The table of pages/papers.md: what was published, where it lives, what was measured here.
+"""The table of pages/papers.md: what was published, where it is in the code, what was measured here.
 
-`papers.yaml` has an entry a paper; figures in it are named, not written, wherever a result file holds them.
+`papers.yaml` has one entry per paper; it refers to figures by name wherever a result file holds them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PAPERS = Path(__file__).with_name("papers.yaml")
 
 
 def papers(found: Mapping[str, Any]) -> str:
-    """A Markdown table.  found: the results by the names of their files.
+    """A Markdown table.  found: the results by file name.
 
     Raises KeyError for a figure that none of them has.
     """
@@ -31,7 +31,7 @@ def papers(found: Mapping[str, Any]) -> str:
 
 
 def figure(one: str | Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """What stands under `found` of a paper, with its number where it only names one."""
+    """The `found` entry of a paper, with its number filled in if it only names one."""
     if isinstance(one, str):
         return one
     if "order" in one:

@@ -1,5 +1,5 @@
-"""Tokens per second beside other engines on the same machine: whole requests, prompt included, one at a time and in
-batches.
+"""Tokens per second compared with other engines on the same machine: whole requests including the prompt, one at a time
+and in batches.
 
     python benchmarks/engines/build_llama.py
     python benchmarks/engines/install_openvino.py
@@ -7,19 +7,19 @@ batches.
     python benchmarks/peers.py [--batches 1,4,16,64] [--only ours,llama] [--prompts 8] [--new 96] [--rounds 2] [--out
     FILE]
 
-The demo target, greedy, every way of every party by turns.  Ours, compiled: plain, with ngram, and with the checkpoint
-of the last `make demo`; plain and with that checkpoint also by steps that are one call, and what is promised of plain
-is promised of those.  llama.cpp's server, weights in float32 and in 16 bits: as it comes, with its own n-grams, with
-our small model and with that checkpoint as drafters.  OpenVINO GenAI on the file of 16 bits, with and without its
-prompt lookup; vLLM in float32, with and without its n-grams; `generate` of transformers.  What can't be had here, or
-fails in the warm-up, is in `left_out`, with the reason.
+The demo target, greedy, with every configuration of every engine interleaved.  Ours, compiled: plain, with ngram, and
+with the checkpoint of the last `make demo`; plain and that checkpoint also with steps that are one call, to which the
+promises about plain apply. llama.cpp's server, with weights in float32 and in 16 bits: by default, with its own
+n-grams, and with our small model and that checkpoint as drafters.  OpenVINO GenAI on the 16-bit file, with and without
+its prompt lookup; vLLM in float32, with and without its n-grams; `generate` of transformers.  Whatever is unavailable
+here, or fails in the warm-up, is in `left_out`, with the reason.
 
-Batch 1 is `--prompts` requests, one after the other, ways by turns at each; `first_ms` is a request for one token.
-Batch b is twice b requests, at least eight: b are served at a time, and where one ends the next comes.  Servers get b
-clients and b slots; transformers, which can't replace a row, b prompts after b prompts, padded on the left.  vLLM
-starts once, with as many slots as the largest batch has.  No prefix of a prompt is kept.  Texts are compared with our
-plain ones, whose weights and caches are float32; caches of others are as they come: llama.cpp's in 16 bits, OpenVINO's
-in 8.
+Batch 1 is `--prompts` requests, one after the other, with configurations interleaved per request; `first_ms` is a
+request for one token.  Batch b is twice b requests, at least eight: b are served at a time, and the next one starts
+when one ends.  Servers get b clients and b slots; transformers, which can't replace a row, gets b prompts at a time,
+left-padded. vLLM starts once, with as many slots as the largest batch.  Prefix caching is off.  Texts are compared with
+our plain ones, whose weights and caches are float32; the others use their default caches: llama.cpp's in 16 bits,
+OpenVINO's in 8.
 
 LLAMA_SERVER names another binary of llama.cpp.  Prints JSON.
 """
@@ -57,19 +57,19 @@ from outrider.formats.gguf import layouts as gguf  # noqa: E402
 from outrider.weights import weights_of  # noqa: E402
 
 Answers = Callable[[list[list[int]], int, int], list[list[int]]]
-"""(prompts, new tokens, so many prompts at a time) to the tokens of the answers, without what ends a text."""
+"""(prompts, new tokens, number of prompts at a time) to the tokens of the answers, without the end token."""
 Offer = tuple[str, AbstractContextManager[Answers]]
-"""A way by name, and what starts and ends it."""
+"""A configuration by name, and what starts and stops it."""
 CANNOT = (OSError, OutriderError, httpx.HTTPError, SystemExit)
-"""What says that a way can't be had here."""
+"""Errors meaning that a configuration is unavailable here."""
 OURS, SIXTEEN = "outrider: ", "llama.cpp: 16 bits"
 ONE_CALL = ", one call"
-"""Of a way whose steps are one call each."""
+"""Marks a configuration whose steps are one call each."""
 PLAIN = ("transformers", "OpenVINO: 16 bits", "vLLM: float32")
-"""Other parties without a draft."""
+"""Other engines without a draft."""
 KINDS = {"float32": "f32", "16 bits": "f16"}
 SETTLE = 2.0
-"""Seconds before each turn: a server may stay busy for one behind a request."""
+"""Seconds before each turn: a server may stay busy for one after a request."""
 LOOKUP = 5
 """Tokens that transformers drafts from the prompt."""
 
@@ -80,17 +80,17 @@ class Way(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One way's requests at one batch size, the warm-up left out."""
+    """One configuration's requests at one batch size, without the warm-up."""
 
     seconds: list[float]
     first: list[float]
     texts: list[list[int]]
-    """Round after round."""
+    """By round."""
 
 
 def main() -> int:
     wanted = settings()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends then, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that everything started is stopped too
     machine.set_up_process()
     target, drafters = parties(["ngram", "dspark"])
     rows: list[dict[str, Any]] = []
@@ -112,7 +112,7 @@ def main() -> int:
 
 
 def save(target: Any, rows: list[dict[str, Any]], left_out: list[dict[str, Any]], wanted: argparse.Namespace) -> None:
-    """What was found so far: a run that is stopped keeps the batch sizes that are done."""
+    """Save the results so far: a stopped run keeps the batch sizes it finished."""
     lengths = [len(prompt) for prompt in prompts_of(target, wanted.prompts)]
     done = dict.fromkeys(row["batch"] for row in rows)
     write(
@@ -139,14 +139,14 @@ def settings() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# ── what was found ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── results ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def started(
     stack: ExitStack, offers: Iterator[Offer], wanted: argparse.Namespace, left_out: list[dict[str, Any]],
     batch: int | None = None,
 ) -> list[Way]:  # fmt: skip
-    """The ways that are wanted and can be had; the others are left out."""
+    """The requested configurations that are available; the others are left out."""
     ways = []
     for name, start in offers:
         if wanted.only and not name.startswith(OURS) and not name.lower().startswith(wanted.only):
@@ -166,7 +166,7 @@ def leave_out(left_out: list[dict[str, Any]], name: str, batch: int | None, erro
 def measured(
     ways: Sequence[Way], prompts: list[list[int]], new: int, batch: int, rounds: int, left_out: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Every way's requests, by turns, behind a warm-up."""
+    """Every configuration's requests, interleaved, after a warm-up."""
     groups = [[prompt] for prompt in prompts] if batch == 1 else [prompts]
     found = {}
     for way in ways:
@@ -190,7 +190,7 @@ def measured(
 
 
 def asked(way: Way, group: list[list[int]], new: int, batch: int) -> tuple[float, float, list[list[int]]]:
-    """Seconds to a first token, at batch 1 alone; seconds of the requests; texts."""
+    """Seconds to a first token, only at batch 1; seconds of the requests; texts."""
     time.sleep(SETTLE)
     began = time.perf_counter()
     if batch == 1:
@@ -209,7 +209,7 @@ def row(name: str, batch: int, own: Measured, plain: list[list[int]]) -> dict[st
 
 
 def promises(rows: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
-    """What is promised of one batch size, of the parties that are there."""
+    """The promises for one batch size, for the engines that are present."""
     own = {one["way"]: one for one in rows if one["batch"] == batch}
     speed = {name: one["tokens_per_s"] for name, one in own.items()}
     theirs = [name for name in speed if not name.startswith(OURS)]
@@ -231,7 +231,7 @@ def promises(rows: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
     return found
 
 
-# ── the parties ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the engines ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def our_ways(target: Any, drafters: dict[str, Any]) -> Iterator[Offer]:
@@ -252,7 +252,7 @@ def outrider(
 
 def transformers_ways(target: Any, batch: int) -> Iterator[Offer]:
     yield "transformers", nullcontext(partial(transformers, target, {}))
-    if batch == 1:  # it drafts for no batch
+    if batch == 1:  # it does not draft for batches
         yield (
             "transformers, its prompt lookup",
             nullcontext(partial(transformers, target, {"prompt_lookup_num_tokens": LOOKUP})),
@@ -332,7 +332,7 @@ def vllm(target: Any, slots: int, speculative: dict[str, Any] | None) -> Iterato
 def pooled(
     ask: Callable[[list[int], int], list[int]], prompts: list[list[int]], new: int, slots: int
 ) -> list[list[int]]:
-    """A server's answers to so many clients, each with one request at a time."""
+    """A server's answers to this many clients, each with one request at a time."""
     with ThreadPoolExecutor(slots) as clients:
         return list(clients.map(ask, prompts, itertools.repeat(new)))
 
@@ -342,7 +342,7 @@ def without_ends(target: Any, tokens: Sequence[int]) -> list[int]:
 
 
 def written(target: Any, place: Path) -> dict[str, Path]:
-    """The target and our small model as GGUF files, by type of number."""
+    """The target and our small model as GGUF files, by number type."""
     lm, drafts = target.model, llama_cpp.written(target, place)[0]
     files = {f"draft {kind}": drafts[kind] for kind in KINDS.values()}
     for kind in KINDS.values():

@@ -1,11 +1,11 @@
-"""What `outrider plan` predicts beside what is known: published results on paper, and our own loop by its times.
+"""Predictions of `outrider plan` compared with known values: published results, and timings of our own loop.
 
     python benchmarks/plan.py points [--out FILE]
     python benchmarks/plan.py measured [--drafters ngram,suffix,…] [--depths 1,2,4,7] [--batches 1,4,16] [--out FILE]
 
-`points` needs no accelerator: configs, the published tokens per step, one set of constants for all points and none
-fitted to them.  `measured` times target and drafters, takes acceptance from other prompts than it is judged on, and
-decodes each cell; it wants a machine that does nothing else.
+`points` needs no accelerator: configs, the published tokens per step, one set of constants for all points, fitted to
+none of them.  `measured` times target and drafters, takes acceptance from other prompts than the ones it is judged on,
+and decodes each cell; it needs an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outrider.targets.sketch import Sketch
 POINTS = Path(__file__).with_name("plan_points.yaml")
 WITHIN = 0.2
 OTHER = "h200"
-"""Hardware tried in place of one that a source does not name."""
+"""Hardware to try if a source does not name its own."""
 
 
 def main() -> None:
@@ -73,7 +73,7 @@ def points() -> dict[str, Any]:
 
 
 def point(given: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
-    """One point: what was published, what is predicted, and the same on other hardware where none was named."""
+    """One point: the published and the predicted value, and the prediction on other hardware if none was named."""
     assumed = given.get("assumed", {})
     name = given.get("hardware") or assumed["hardware"]
     wanted, unit = (given["speedup"], "speedup") if "speedup" in given else (given["tokens_per_s"], "tokens_per_s")
@@ -92,7 +92,7 @@ def point(given: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
 
 
 def predicted(given: dict[str, Any], table: dict[str, Any], name: str) -> dict[str, float]:
-    """Speed-up and tokens a second of one text's request, on paper."""
+    """Predicted speed-up and tokens per second of a single request."""
     sketch, model = known_model(given["model"])
     place, batch = hardware.place(name, given["devices"]), given["batch"]
     context, kind = given["assumed"]["context"], given.get("drafter")
@@ -110,7 +110,7 @@ def predicted(given: dict[str, Any], table: dict[str, Any], name: str) -> dict[s
 
 
 def why(error: float, given: dict[str, Any], table: dict[str, Any]) -> str:
-    """What a missed point lacks, as far as the model of costs tells."""
+    """Why a point was missed, as far as the cost model can tell."""
     fields = table["models"][given["model"]]
     is_moe = any(key in fields for key in ("num_experts", "n_routed_experts"))
     if is_moe and error < 0:

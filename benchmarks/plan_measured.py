@@ -24,19 +24,19 @@ from outrider.sampling.settings import Sampling
 from outrider.targets.hf.transformers import TransformersTarget
 
 PAYS = 1.0
-"""Speed-up from which on a cell is better drafted."""
+"""Speed-up from which drafting is worthwhile in a cell."""
 ANSWERS = (1.0, 0.6, 1.4, 0.8, 1.2)
-"""Lengths of answers over their mean: equal ones would make plain decoding end all of a batch at once, as traffic never
-does."""
+"""Lengths of answers relative to their mean: with equal ones, plain decoding would end a whole batch at once, which
+never happens in traffic."""
 
 
 def measured(
     names: Sequence[str], depths: Sequence[int], batches: Sequence[int], prompts: int, new_tokens: int
 ) -> dict[str, Any]:  # fmt: skip
-    """Every cell, and how far prediction and measurement are apart.
+    """Every cell, and the distance between prediction and measurement.
 
-    Acceptance is that of a probe of other prompts than speed-ups are measured on.  Each drafted step is measured beside
-    a plain one.  Prompts whose answers repeat themselves are left out of both, as a probe and a report leave them out.
+    Acceptance comes from a probe of other prompts than the ones on which speed-ups are measured.  Each drafted step is
+    measured next to a plain one.  Prompts with repetitive answers are left out of both, as in a probe and a report.
     """
     target = load_target("demo")
     texts = unlooped(target, 2 * prompts, new_tokens)
@@ -80,7 +80,7 @@ def loaded(name: str, target: TransformersTarget) -> Drafter:
 class Speed(NamedTuple):
     speedup: float
     tokens_per_step: float
-    """Of each text."""
+    """Per text."""
 
 
 class Step(NamedTuple):
@@ -92,8 +92,8 @@ def full_steps(
     target: TransformersTarget, texts: Sequence[Sequence[int]], new_tokens: int, drafter: Drafter | None, depth: int,
     slots: int,
 ) -> Iterator[Step]:  # fmt: skip
-    """Steps of decoding while all slots are busy, which is what a plan speaks of: without those at the end, when texts
-    that took few steps have gone and nobody follows.  Each is made when it is asked for."""
+    """Decoding steps with all slots busy, which is what a plan describes: without the last ones, when short texts have
+    ended and no request takes their slot.  Each step is run when it is requested."""
     lengths = cycle(round(share * new_tokens) for share in ANSWERS)
     requests = [Request(list(text), length, Sampling()) for text, length in zip(texts, lengths, strict=False)]
     state = batch(target, slots, ends=frozenset())
@@ -113,10 +113,10 @@ def speed(
     target: TransformersTarget, texts: Sequence[Sequence[int]], new_tokens: int, drafter: Drafter, depth: int,
     slots: int,
 ) -> Speed:  # fmt: skip
-    """Of drafted steps, each beside a plain one, so that both see the same machine.
+    """Speed of drafted steps, each paired with a plain one, so that both see the same machine.
 
-    Texts at the beginning of a run are not those at its end, so that of each loop whole runs count: one of plain steps,
-    and those of drafted ones that end within it.
+    Texts early in a run differ from those at its end, so whole runs count: one of plain steps, and those of drafted
+    steps that end within it.
     """
     runs = ((run, step) for run in count() for step in full_steps(target, texts, new_tokens, drafter, depth, slots))
     pairs = list(zip(runs, full_steps(target, texts, new_tokens, None, 0, slots), strict=False))
@@ -130,7 +130,7 @@ def speed(
 def acceptance(
     target: TransformersTarget, texts: Sequence[Sequence[int]], new_tokens: int, name: str, drafter: Drafter
 ) -> Acceptance:  # fmt: skip
-    """What a probe of these texts finds."""
+    """The acceptance that a probe of these texts measures."""
     reads = [Encoded(Question(i, "code", "", new_tokens, Sampling()), list(text)) for i, text in enumerate(texts)]
     found = probed.acceptance([replay_one(target, name, drafter, read) for read in reads], f"{len(texts)} prompts")
     assert found is not None
@@ -138,7 +138,7 @@ def acceptance(
 
 
 def summary(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Errors, decisions, and what the chosen depths lose against the best."""
+    """Errors, decisions, and the loss of the chosen depths compared with the best."""
     errors = [abs(cell["predicted"] / cell["measured"] - 1) for cell in cells]
     right = [(cell["predicted"] > PAYS) == (cell["measured"] > PAYS) for cell in cells]
     groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}

@@ -1,12 +1,12 @@
-"""What a pass's products cost beside the bytes that they read and the arithmetic that they are.
+"""The cost of a pass's matrix products compared with the bytes they read and their arithmetic.
 
     python benchmarks/products.py [--shapes demo,0.6b] [--rows 1,2,4,8,16,64,256] [--out FILE]
 
-All linear layers of a model one after another, in every way that this machine has (`kernels.prepacked`): weights in
-float32, and weights whose values are exactly bfloat16, which panels store in half the bytes.  All ways, a reading of as
-many bytes and a square product take turns; the quickest turn of each counts.  `bound` is the longer of reading the
-bytes that a way stores at the speed of that reading, and of the arithmetic at the speed of the quickest product in this
-run.
+All linear layers of a model one after another, in every variant available on this machine (`kernels.prepacked`):
+weights in float32, and weights whose values are exactly bfloat16, which panels store in half the bytes.  All variants,
+a read of as many bytes and a square product are interleaved; the fastest turn of each counts.  `bound` is the longer of
+two times: reading the bytes that a variant stores, at the speed of that read, and the arithmetic, at the speed of the
+fastest product in this run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHAPES = {
     "0.6b": QWEN_06B * 28,
 }
 TURNS, SECONDS = 40, 3.0
-"""Most turns of a comparison, and the time after which it ends."""
+"""Maximum number of turns of a comparison, and its time limit in seconds."""
 SQUARE = 1024
 
 
@@ -70,7 +70,7 @@ def table(shape: str, kind: str, counts: list[int]) -> list[dict[str, Any]]:
     held = {way: prepacked.prepacked(weights, way) for way in prepacked.ways()}
     stored = {way: sum(weight.nbytes for weight in own) for way, own in held.items()}
     if "onednn" in stored:
-        stored["onednn"] = stored["plain"]  # it does not say
+        stored["onednn"] = stored["plain"]  # onednn does not report its size
     flop = 2 * sum(weight.numel() for weight in weights)
     reading, square = torch.randn(max(stored.values()) // 4), torch.randn(SQUARE, SQUARE)
     found = []
@@ -82,7 +82,7 @@ def table(shape: str, kind: str, counts: list[int]) -> list[dict[str, Any]]:
                 prepacked.product(inputs[weight.shape[1]], way, own, weight.shape[0])
 
         ways: dict[str, Callable[[], object]] = {way: lambda way=way, run=run: run(way) for way in held}
-        # half of the bytes is what panels of exact values read: where caches matter, it is another speed
+        # panels of exact values read half the bytes, which can be faster per byte where caches matter
         halves = {f"read {n}": (lambda n=n: reading[: len(reading) // n].sum()) for n in (1, 2)}
         seconds = by_turns(ways | halves | {"square": lambda: square @ square})
         peak = max(2 * SQUARE**3 / seconds["square"], *(rows * flop / seconds[way] for way in held))
@@ -105,7 +105,7 @@ def table(shape: str, kind: str, counts: list[int]) -> list[dict[str, Any]]:
 
 
 def by_turns(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Seconds of each one's quickest turn."""
+    """Seconds of the fastest turn of each."""
     best, began = dict.fromkeys(ways, float("inf")), time.perf_counter()
     for _ in range(TURNS):
         for way, run in ways.items():

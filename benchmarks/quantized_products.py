@@ -1,12 +1,12 @@
-"""What products with the quantised weights of GGUF files cost beside the bytes that they read and their arithmetic.
+"""The cost of products with the quantised weights of GGUF files compared with the bytes they read and their arithmetic.
 
     python benchmarks/quantized_products.py [--kinds Q4_1,Q8_0] [--rows 1,2,4,8,64] [--out FILE]
 
 The products of a model's layers one after another, with weights of each kind: in float32 (a) and in integers (b).
-Both, a reading of as many bytes and, for comparison, our panels of bfloat16 take turns.  Every layer is timed alone and
-the median counts, so that other programs disturb little; all layers together are more than caches hold.  `bound` is the
-longer of reading a layer's bytes at the speed of that reading, and of the arithmetic at the speed of the quickest
-product of this way and kind in this run.
+Both, a read of as many bytes and, for comparison, our bfloat16 panels are interleaved.  Every layer is timed alone and
+the median counts, so that other programs disturb little; all layers together exceed the caches.  `bound` is the longer
+of two times: reading a layer's bytes at the speed of that read, and the arithmetic at the speed of the fastest product
+of this variant and kind in this run.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ SHAPES = {
     "smollm2": [(960, 576), (576, 576), (3072, 576), (576, 1536)],
     "wide": [(1536, 1024), (1024, 1024), (6144, 1024), (1024, 3072)],
 }
-"""[outputs, inner] of a layer's products, those of one input joined.  Of `smollm2` they are no whole blocks of 256."""
+"""[outputs, inner] of a layer's products, with those of one input joined.  Those of `smollm2` are not whole blocks of
+256."""
 LEAST_BYTES = 2**26
 """Of all layers."""
 TURNS, SECONDS = 20, 3.0
-"""Most turns of a comparison, and the time after which it ends."""
+"""Maximum number of turns of a comparison, and its time limit in seconds."""
 WANTED = {"a": {1: 1.6, 2: 1.6, 4: 1.3, 8: 1.3}, "b": {1: 1.3, 2: 1.3, 4: 1.3, 8: 1.3}}
-"""Most times the bound, by rows."""
+"""Maximum multiple of the bound, by rows."""
 
 
 def main() -> None:
@@ -69,7 +70,7 @@ def shape_of(kind: str) -> str:
 
 @torch.inference_mode()
 def measured(kind: str, shape: str, counts: list[int]) -> list[dict[str, Any]]:
-    """One row for each number of rows.  Seconds and bytes are of one layer."""
+    """One row for each number of rows.  Seconds and bytes are per layer."""
     noise, sizes = torch.Generator().manual_seed(0), SHAPES[shape]
     examples = [quantized.example(kind, *size, noise) for size in sizes]
     count = -(-LEAST_BYTES // sum(example.nbytes for example in examples))
@@ -107,7 +108,7 @@ def measured(kind: str, shape: str, counts: list[int]) -> list[dict[str, Any]]:
 
 
 def medians(ways: dict[str, Callable[[int], object]], layers: int) -> dict[str, float]:
-    """Seconds of each way over one layer."""
+    """Seconds of each variant over one layer."""
     times: dict[str, list[float]] = {way: [] for way in ways}
     began = time.perf_counter()
     for _ in range(TURNS):

@@ -1,18 +1,18 @@
-"""A real model as a user gets it, without any flag: tokens/s beside llama.cpp, and whether every text is the same.
+"""A real model as a user gets it, without any flag: tokens/s compared with llama.cpp, and whether every text is the
+same.
 
     python benchmarks/engines/build_llama.py
     python benchmarks/real_model.py KIND=FILE.jsonl ... [--target smollm2] [--prompts 16] [--new 96] [--rounds 2]
                                     [--out FILE]
 
-KIND=FILE: a kind of prompts, such as code=humaneval.jsonl, whose rows have `turns`; the first turn is asked, through
-the chat template.  Greedy, one request at a time, whole requests, prompt included; at every prompt all ways take
-turns.
+KIND=FILE: a kind of prompts, such as code=humaneval.jsonl, whose rows have `turns`; the first turn is sent, through the
+chat template.  Greedy, one request at a time, whole requests including the prompt; all configurations are interleaved
+per prompt.
 
-Ours: `plain`, `ngram` and `suffix`, loaded as `outrider decode` and `evaluate` do.  llama.cpp's server with 16-bit
-weights, its threads and flash attention tuned on the first prompt of every kind; with --gguf FILE that file too.
-`transformers` is its own `generate`.  Texts are compared with `generate` of transformers: a text that parts from it
-is a tie or a fault (`same_text.py`).
-Prints JSON; exits with 1 where a promise is missed.
+Ours: `plain`, `ngram` and `suffix`, loaded as `outrider decode` and `evaluate` do. llama.cpp's server with 16-bit
+weights, with threads and flash attention tuned on the first prompt of every kind; with --gguf FILE that file too.
+`transformers` is its own `generate`.  Texts are compared with `generate` of transformers: a text that diverges from it
+is a tie or a fault (`same_text.py`).  Prints JSON; exits with 1 if a promise is missed.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def llama_ways(
 
 
 def tuned(target: Any, binary: Path, model: Path, samples: list[list[int]]) -> dict[str, Any]:
-    """The fastest settings of a server, by three requests each, the last two of which count."""
+    """The fastest settings of a server, from three requests each, the last two of which count."""
     seconds: dict[tuple[int, str], float] = {}
     for share, flash in TUNED:
         threads = max(1, torch.get_num_threads() // share)
@@ -136,8 +136,7 @@ def clock(answer: Answers, prompt: list[int], new: int) -> tuple[float, list[int
 def measured(
     ways: dict[str, Answers], prompts: dict[str, list[list[int]]], new: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """A row for every request: way, kind, prompt, seconds, tokens; all ways by turns at each prompt, in an order that
-    moves on."""
+    """One row per request: way, kind, prompt, seconds, tokens; all ways interleaved per prompt, in rotating order."""
     for answer in ways.values():  # warm up
         for own in prompts.values():
             answer([own[0]], 16, 1)
@@ -166,7 +165,7 @@ def line(name: str, kind: str | None, rows: list[dict[str, Any]]) -> dict[str, A
 def compared(
     target: Any, rows: list[dict[str, Any]], prompts: dict[str, list[list[int]]], new: int
 ) -> dict[str, dict[str, Any]]:
-    """Our ways' texts beside transformers' own."""
+    """Our texts compared with transformers' own."""
     every = [(kind, n, prompt) for kind, own in prompts.items() for n, prompt in enumerate(own)]
     reference = {(kind, n): peers.transformers(target, {}, [prompt], new, 1)[0] for kind, n, prompt in every}
     found = {}

@@ -1,15 +1,15 @@
-"""The server beside llama-server and beside `generate`, on a real model, over HTTP.
+"""Our server compared with llama-server and with `generate`, on a real model, over HTTP.
 
     python benchmarks/engines/build_llama.py
     python benchmarks/real_server.py KIND=FILE.jsonl ... [--drafter CHECKPOINT] [--clients 1,16] [--prompts 16]
                                      [--new 96] [--rounds 3] [--out FILE]
 
-KIND=FILE: a kind of prompts, such as code=humaneval.jsonl, whose rows have `turns`; the first turn is asked.  Greedy.
-Ways: our server without a drafter, with `suffix`, and with the drafter of the last `make demo` and suffix as one
-(`mix`); llama-server with bfloat16 weights and flash attention, as many slots as clients, no prompt cached; `generate`
-with the same drafters, as many slots as clients.  Servers stand still while another is asked; in every round all ways
-answer the same prompts, in an order that moves on.  Ratios are of seconds a token over all rounds, with a bootstrap's
-interval.  Prints JSON; exits with 1 on a text of ours that differs from another of ours.
+KIND=FILE: a kind of prompts, such as code=humaneval.jsonl, whose rows have `turns`; the first turn is sent.  Greedy.
+Ways: our server without a drafter, with `suffix`, and with the drafter of the last `make demo` combined with suffix
+(`mix`); llama-server with bfloat16 weights and flash attention, as many slots as clients, without prompt caching;
+`generate` with the same drafters, as many slots as clients.  Servers are paused while another is measured; in every
+round all ways answer the same prompts, in rotating order.  Ratios are of seconds per token over all rounds, with a
+bootstrap interval.  Prints JSON; exits with 1 if two of our own texts differ.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from outrider.targets.load import load_target  # noqa: E402
 from outrider.weights import weights_of  # noqa: E402
 
 NODES = 6
-"""Of the mix, as `make demo` has it."""
+"""Settings of the mix, as in `make demo`."""
 WAIT_S = 600
 
 
 class Answers(NamedTuple):
-    """What a way answers to prompts at once."""
+    """A way's answers to concurrent prompts."""
 
     seconds: float
     tokens: int
@@ -94,7 +94,7 @@ def first_turn(line: str) -> str:
 
 
 def drafters(checkpoint: Path) -> dict[str, tuple[str, list[str]]]:
-    """By name: kind, and its settings as the command line has them."""
+    """By name: kind, and its settings as on the command line."""
     found: dict[str, tuple[str, list[str]]] = {"plain": ("", []), "suffix": ("suffix", [])}
     if checkpoint.exists():
         found["mix"] = ("mix", [f"members=[{checkpoint}, suffix]", f"nodes={NODES}"])
@@ -104,7 +104,7 @@ def drafters(checkpoint: Path) -> dict[str, tuple[str, list[str]]]:
 def our_servers(stack: ExitStack, checkpoint: Path, clients: int) -> Iterator[tuple[str, Way]]:
     for name, (kind, settings) in drafters(checkpoint).items():
         words = [sys.executable, "-m", "outrider", "serve", "--target", "smollm2", "--compile", "--slots", clients]
-        words += ["serve.prefix_bytes=0"]  # prompts are asked again in every round
+        words += ["serve.prefix_bytes=0"]  # prompts are repeated in every round
         words += ["--drafter", kind] * bool(kind) + [word for each in settings for word in ("--set", each)]
         server = stack.enter_context(running(name, partial(with_port, words), {"PYTHONPATH": str(ROOT)}))
         server.pause()
@@ -134,7 +134,7 @@ def generated(target: Any, drafter: Any, prompts: Sequence[str], new: int, clien
 
 
 def their_model(target: Any, place: Path) -> list[object] | None:
-    """The beginning of llama-server's command, with this target's weights in bfloat16; None where it was not built."""
+    """The start of llama-server's command, with this target's weights in bfloat16; None if it was not built."""
     binary = Path(os.environ.get("LLAMA_SERVER", llama_server()))
     if not binary.exists():
         print(f"left out: llama.cpp: no {binary}; run benchmarks/engines/build_llama.py", file=sys.stderr)
@@ -203,7 +203,7 @@ def measured(ways: dict[str, Way], prompts: Sequence[str], new: int, clients: in
 
 
 def ratio(one: Sequence[Answers], other: Sequence[Answers]) -> dict[str, float]:
-    """Of tokens per second."""
+    """Ratio of tokens per second."""
     theirs, ours = ([own.seconds / own.tokens for own in answers] for answers in (other, one))
     found = ratio_of_totals(theirs, ours)
     return {"low": found.low, "center": found.center, "high": found.high}

@@ -1,4 +1,4 @@
-"""What stands for CUDA graphs where there is no such device: a step's operations, recorded and run again."""
+"""A stand-in for CUDA graphs on machines without a GPU: a step's operations, recorded and replayed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default, aten.equal.default}
-"""Operations by which the host reads a tensor, and waits for it."""
+"""Operations with which the host reads a tensor, and waits for it."""
 
 
 class HostRead(AssertionError):
-    """A step let the host read a tensor, which no graph can hold."""
+    """A step let the host read a tensor, which a graph can't contain."""
 
 
 class Recording(TorchDispatchMode):
-    """Records as CUDA graphs do: the function runs twice, then operations and the tensors that they read and wrote.
+    """Records like CUDA graphs: the function runs twice, then its operations and the tensors they read and wrote are
+    stored.
 
-    A replay runs none of our Python: every operation reads and writes the memory that it did when it was recorded.  A
-    function that lets the host read a tensor is a HostRead.
+    A replay runs none of our Python: every operation reads and writes the same memory as when it was recorded.  A
+    function that lets the host read a tensor raises HostRead.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class Recording(TorchDispatchMode):
         found = function(*args, **(kwargs or {}))
         given = {tensor.untyped_storage().data_ptr() for tensor in pytree.arg_tree_leaves(args) if is_tensor(tensor)}
         fresh = [one for one in pytree.tree_leaves(found) if one.untyped_storage().data_ptr() not in given]
-        if fresh or function._schema.is_mutable:  # what is left are views
+        if fresh or function._schema.is_mutable:  # the others are views
             self.calls.append((function, args, kwargs or {}, fresh))
         return found
 

@@ -1,13 +1,13 @@
-"""Is every prompt answered exactly once, whatever is killed, and what do the servers lose by it?
+"""Is every prompt answered exactly once, whatever is killed, and how much throughput does `prepare` cost the servers?
 
     python benchmarks/regeneration.py [--kills 50] [--prompts 2000] [--engine outrider|vllm] [--out FILE]
 
 Local: the demo target answers 64 prompts, 16 tokens each, in a process that is killed with -9 at random moments and
-started again; the file must be, byte for byte, that of a run which nothing disturbed, and the ledger must add up.
-Servers: two on the loopback with the demo target; one is killed with -9 after a third of the prompts and started again
-on its port.  Every prompt must have one answer.  Then both stay up, and `prepare` and a plain loop of httpx requests,
-as many at once, ask the same prompts by turns: what is the share of its tokens/s?  Prints JSON; exits with 1 where a
-promise does not hold, with 3 where there is no vLLM.
+restarted; the file must be identical, byte for byte, to that of an undisturbed run, and the ledger must add up.
+Servers: two on the loopback with the demo target; one is killed with -9 after a third of the prompts and restarted on
+its port.  Every prompt must have one answer.  Then both stay up, and `prepare` and a plain loop of httpx requests with
+the same concurrency send the same prompts, interleaved: what share of its tokens/s does `prepare` reach?  Prints JSON;
+exits with 1 if a promise does not hold, with 3 if there is no vLLM.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from outrider.targets.hf.transformers import TransformersTarget  # noqa: E402
 VENV = Path(os.environ.get("VENV", ROOT / "benchmarks" / "engines" / ".venv"))
 """vLLM's environment."""
 START_S = 1200.0
-"""Longest start: others may have the processors."""
+"""Time limit of a start in seconds: others may be using the CPU."""
 KILLS_A_RUN = 5
-"""Of one folder, before it is let to its end."""
+"""Kills per folder before its run may finish."""
 
 
 def main() -> None:
@@ -92,12 +92,12 @@ def settings(new: int, **more: Any) -> Config:
     return Config(length=512, max_new_tokens=new, ngram_hashes=False, **more)
 
 
-# ── here ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── local ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def killed_runs(target: TransformersTarget, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Folders whose runs are killed again and again, each compared with one that nobody disturbed."""
-    asked, config = conversations(options.local), settings(options.new, slots=4)  # so that answers come one by one
+    """Folders whose runs are killed again and again, each compared with an undisturbed one."""
+    asked, config = conversations(options.local), settings(options.new, slots=4)  # few, so that answers trickle in
     run = lambda place: prepare(target, target.tokenizer, asked, place, config)
     began = time.monotonic()
     finish(run, folder / "whole")
@@ -132,7 +132,7 @@ def finish(run: Callable[[Path], object], place: Path) -> None:
 
 
 def kill(run: Callable[[Path], object], place: Path, after_s: float) -> tuple[bool, int]:
-    """Kill a run -9 so long after its start; whether it was still at work, and how many answers it had."""
+    """Kill a run with -9 after this many seconds; returns whether it was still at work, and how many answers it had."""
     child = multiprocessing.get_context("fork").Process(target=run, args=(place,))
     child.start()
     time.sleep(after_s)
@@ -143,7 +143,7 @@ def kill(run: Callable[[Path], object], place: Path, after_s: float) -> tuple[bo
 
 
 def is_once(place: Path, prompts: int) -> bool:
-    """Whether file and ledger have one answer to each of so many prompts, and nothing else."""
+    """Whether file and ledger have one answer to each of this many prompts, and nothing else."""
     counts = Counter(answer.prompt_hash for answer in iterate_answers(place / ANSWERS))
     with Ledger(place) as ledger:
         ledgers = ledger.counts()
@@ -154,7 +154,7 @@ def is_once(place: Path, prompts: int) -> bool:
 
 
 class Engine:
-    """A server on a port of its own, which can be killed and started again."""
+    """A server on its own port, which can be killed and restarted."""
 
     def __init__(self, engine: str, slots: int, log: Path):
         self.port, self._log = free_port(), log
@@ -218,7 +218,7 @@ def on_servers(target: TransformersTarget, folder: Path, options: argparse.Names
 def one_killed(
     target: TransformersTarget, folder: Path, servers: Sequence[Engine], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """All prompts on two servers, one of which dies after a third of them and is started again."""
+    """All prompts on two servers, one of which dies after a third of them and is restarted."""
     asked, place, count = conversations(options.prompts), folder / "killed", options.prompts
     died: dict[str, float] = {}
     began = time.monotonic()
@@ -255,7 +255,7 @@ def attempts_of(place: Path) -> Counter[int]:
 def compared(
     target: TransformersTarget, folder: Path, servers: Sequence[Engine], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Tokens/s of `prepare` and of a plain loop, by turns, on the same prompts with other seeds."""
+    """Tokens/s of `prepare` and of a plain loop, interleaved, on the same prompts with different seeds."""
     asked = conversations(options.timed)
     rates: dict[str, list[float]] = {"prepare": [], "plain": []}
     urls = [one.url for one in servers]
@@ -268,7 +268,7 @@ def compared(
                 tokens = sum(end - start for answer in iterate_answers(path) for start, end in answer.learn)
             else:
                 tokens = asyncio.run(plain(target, asked, config))
-            if number:  # the first of each warms up
+            if number:  # the first of each is a warm-up
                 rates[name].append(tokens / (time.monotonic() - began))
     ratios = [mine / other for mine, other in zip(rates["prepare"], rates["plain"], strict=True)]
     return {
@@ -278,7 +278,7 @@ def compared(
 
 
 async def plain(target: TransformersTarget, asked: Sequence[Conversation], config: Config) -> int:
-    """The same requests by httpx alone; the number of tokens that came back."""
+    """The same requests with plain httpx; returns the number of tokens received."""
     bodies, total = [], 0
     for one in hash_conversations(asked, config):
         dialogue = Dialogue(one)

@@ -1,14 +1,14 @@
-"""Does remote speculation against a real vLLM write what the server writes by itself, and what does it take?
+"""Does remote speculation against a real vLLM generate the same text as the server alone, and what does it cost?
 
     python3.11 benchmarks/engines/install.py
     python benchmarks/remote.py [--prompts 100] [--new 32] [--samples 400] [--server URL] [--out FILE]
 
-The server is vLLM on this machine with the demo target in float32 and without speculation of its own; `--server` names
-one that runs.  Greedy: every prompt is asked plainly and in every other way, one after another and by turns, and all
-texts are compared in token ids.  Where two part, the gap between the two best logits there says whether rounding could
-do it.  Sampled: the first two tokens of many texts against the distribution that the target has here, by chi-square; a
-planted fault, drafts that are taken for draws, must be seen.  Prints JSON; exits with 1 where a promise does not hold,
-with 3 where there is no vLLM.
+The server is vLLM on this machine with the demo target in float32 and without its own speculation; `--server` names a
+running one.  Greedy: every prompt is sent plainly and in every other way, one after another and interleaved, and all
+texts are compared in token ids.  Where two diverge, the gap between the two best logits there tells whether rounding
+can explain it.  Sampled: the first two tokens of many texts against the distribution of the local target, by
+chi-square; a planted fault, which takes drafts for sampled tokens, must be detected.  Prints JSON; exits with 1 if a
+promise does not hold, with 3 if there is no vLLM.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from outrider.targets.remote import target as remote  # noqa: E402
 from outrider.targets.remote.target import RemoteTarget, RemoteTexts, Traffic, compare  # noqa: E402
 
 ROUNDING = 1e-3
-"""Logits nearer than this may change places by the order of a float32 sum alone."""
+"""Logits closer than this may swap merely by the order of a float32 sum."""
 FALSE_ALARM = 1e-6
 SAMPLING = Sampling(temperature=0.9, top_k=20)
 WAYS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
@@ -52,7 +52,7 @@ WAYS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "logprobs, ngram of 7": ("logprobs", "ngram", {"length": 7}),
     "logprobs, small_model of 4": ("logprobs", "small_model", {"length": 4}),
 }
-"""Name to method, drafter and its settings; every step drafts all it can."""
+"""Name to method, drafter and its settings; every step drafts as much as it can."""
 
 
 class Likeliest(Drafter):
@@ -69,7 +69,7 @@ class Likeliest(Drafter):
 
 
 class Credulous(remote_rows.DrawnRows):
-    """The planted fault: what was drafted is taken for what was drawn."""
+    """The planted fault: drafted tokens are taken for sampled ones."""
 
     def scores(self, texts: Sequence[list[int]], draft: Draft) -> tuple[Tensor, Tensor]:
         logits, choice = super().scores(texts, draft)
@@ -136,7 +136,7 @@ def measured(
 
 
 def compared(local: TransformersTarget, url: str, prompts: list[list[int]], new: int) -> dict[str, Any]:
-    """Every prompt in every way, by turns."""
+    """Every prompt in every way, interleaved."""
     targets = {method: RemoteTarget(url, demo.TARGET, method=method, logprobs=1) for method in ("probes", "logprobs")}
     ways: dict[str, Callable[[list[int]], RemoteTexts]] = {
         "plain": lambda prompt: targets["probes"].plain([prompt], max_new_tokens=new)
@@ -186,7 +186,7 @@ def figures(
 
 @torch.inference_mode()
 def gap(local: TransformersTarget, prompt: list[int], one: list[int], other: list[int]) -> float:
-    """Of the two best logits where two texts part; infinite where one is only longer."""
+    """Gap between the two best logits where two texts diverge; infinite if one is only longer."""
     at = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
     if at is None:
         return float("inf")
@@ -216,13 +216,14 @@ def drawn(local: TransformersTarget, url: str, prompts: list[list[int]], count: 
 
 
 def uncertain(local: TransformersTarget, prompts: list[list[int]]) -> list[list[int]]:
-    """Those first after which the likeliest token is about as likely as all others: there a fault shows most."""
+    """First tokens after which the likeliest next token is about as likely as all others together: a fault shows most
+    there."""
     return sorted(prompts, key=lambda prompt: abs(float(first_of(local, prompt).max()) - 0.5))
 
 
 @torch.inference_mode()
 def first_of(local: TransformersTarget, text: list[int]) -> Tensor:
-    """The distribution [V] of the next token, as the settings of this part have it."""
+    """The distribution [V] of the next token, with the settings of this part."""
     logits = local.head(local.read(torch.tensor([text]), ())[0][:, -1])
     return distribution(logits, Settings.of([SAMPLING]))[0].double()
 
@@ -233,7 +234,7 @@ def sampled(target: RemoteTarget, drafter: Drafter, prompt: list[int], count: in
 
 
 def pairs_of(local: TransformersTarget, prompt: list[int]) -> Tensor:
-    """The distribution [V, V] of the first two tokens; a text that ends at the first has it in column 0."""
+    """The distribution [V, V] of the first two tokens; a text that ends after the first has it in column 0."""
     first = first_of(local, prompt)
     found = torch.zeros(len(first), len(first), dtype=torch.float64)
     for token in first.nonzero().flatten().tolist():
@@ -245,7 +246,7 @@ def pairs_of(local: TransformersTarget, prompt: list[int]) -> Tensor:
 
 
 def chance(found: list[tuple[int, int]], p: Tensor) -> float:
-    """Chi-square's; pairs that are expected fewer than 5 times are one cell, pairs that can't be give 0."""
+    """The chi-square p-value; pairs expected fewer than 5 times share one cell, impossible pairs give 0."""
     counts = torch.zeros_like(p)
     for one, other in found:
         counts[one, max(other, 0)] += 1

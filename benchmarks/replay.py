@@ -1,4 +1,4 @@
-"""What the benchmarks of exactness share: a drafter that knows the text to come, and how a tie is told from a mismatch.
+"""Shared by the exactness benchmarks: a drafter that knows the coming text, and how a tie is told from a mismatch.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -31,11 +31,11 @@ from outrider.targets.hf.transformers import TransformersTarget
 
 
 class Replay(Drafter):
-    """Proposes what comes next in texts it knows, with wrong branches beside it and wrong tokens now and then.
+    """Proposes the continuation of texts it knows, with wrong branches beside it and occasional wrong tokens.
 
-    At every depth stand `width` siblings, of which at most one is the true token; it is the eldest where `eldest`,
-    which a target needs that verifies chains alone.  With a chance of 1 - `right` none is true and the draft goes on
-    all the same; under a wrong sibling the true text may go on as well, where it must not be kept.
+    Every depth has `width` siblings, at most one of which is the true token; it comes first if `eldest`, for targets
+    that only verify chains.  With probability 1 - `right` none is true and the draft continues anyway; the true text
+    may also continue under a wrong sibling, where it must not be accepted.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class Replay(Drafter):
         self.texts, self.vocabulary = texts, vocabulary
         self.depth, self.width, self.right, self.eldest = depth, width, right, eldest
         self.soft = soft
-        """Every node comes with a q."""
+        """Every node has a q."""
         self.obeys = obeys
-        """Asks the budget; otherwise it proposes all it has, whatever room is left."""
+        """Respects the budget; otherwise it proposes everything, whatever room is left."""
         self.limit = depth * (2 * width - 1)
         self.noise = random.Random(seed)
         self.kept: Counter[int] = Counter()
-        """Steps by how many drafted tokens they kept, where something was drafted."""
+        """Number of steps by how many drafted tokens they accepted, if something was drafted."""
         self.jumps = 0
-        """Kept paths that were no prefix of their tree."""
+        """Accepted paths that were not a prefix of their tree."""
 
     def propose(self, memory: None, state: DecodeState, budget: Tensor) -> Draft:
         drawn = [self._tree(self._coming(state.tokens[row])) for row in state.rows]
@@ -76,7 +76,7 @@ class Replay(Drafter):
         self.jumps += sum(path != list(range(len(path))) for path in accepted.paths)
 
     def _coming(self, text: list[int]) -> list[int]:
-        """What follows in the known text that begins so; anything where there is none."""
+        """The continuation of the known text with this prefix; random if there is none."""
         known = next((known for known in self.texts if known[: len(text)] == text), text)
         rest = known[len(text) : len(text) + self.depth]
         return [*rest, *(self.noise.randrange(self.vocabulary) for _ in range(self.depth - len(rest)))]
@@ -108,7 +108,7 @@ class Replay(Drafter):
 
 
 def logits_by(target: TransformersTarget, text: list[int], prompt: int, rows: int) -> Tensor:
-    """Logits [V] behind `text`: its first `prompt` tokens read at once, the others in passes of `rows`."""
+    """Logits [V] after `text`: its first `prompt` tokens read at once, the others in passes of `rows`."""
     cache = target.allocate(1, len(text) + rows + 1)
     at = prompt - 1
     if at:
@@ -125,13 +125,13 @@ def logits_by(target: TransformersTarget, text: list[int], prompt: int, rows: in
 
 @torch.inference_mode()
 def spread(target: TransformersTarget, text: list[int], prompt: int) -> tuple[Tensor, float]:
-    """Logits behind `text` by one-row passes, and the most any of them differs from those of passes of several rows."""
+    """Logits after `text` from one-row passes, and their largest difference from those of passes of several rows."""
     one = logits_by(target, text, prompt, 1)
     many = [logits_by(target, text, prompt, rows) for rows in (2, 3, 5)]
     return one, max(float((logits - one).abs().max()) for logits in many)
 
 
-# ── what every benchmark prints ───────────────────────────────────────────────────────────────────────────────────────
+# ── output of every benchmark ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def progress_bar() -> Progress:
@@ -142,7 +142,7 @@ def progress_bar() -> Progress:
 
 
 def provenance(seconds: float) -> dict[str, Any]:
-    """What a result must say of itself."""
+    """The provenance that a result must state."""
     return {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command(),
@@ -158,13 +158,13 @@ def provenance(seconds: float) -> dict[str, Any]:
 
 
 def command() -> str:
-    """What was typed, without the folders of this machine."""
+    """The command line, without this machine's folders."""
     given = [Path(arg).name if Path(arg).is_absolute() else arg for arg in sys.argv[1:]]
     return " ".join([f"python benchmarks/{Path(sys.argv[0]).name}", *given])
 
 
 def processor() -> dict[str, str]:
-    """Name of the processor, and its units that products are fast with."""
+    """Name of the CPU, and the instruction sets that speed up products."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -177,7 +177,7 @@ def processor() -> dict[str, str]:
 
 
 def publish(found: dict[str, Any], out: Path | None, quiet: bool = False) -> None:
-    """Print a result, unless `quiet`, and write it to `out`, where that is given."""
+    """Print a result, unless `quiet`, and write it to `out`, if given."""
     text = json.dumps(found, indent=1)
     if not quiet:
         print(text)

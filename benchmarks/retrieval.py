@@ -1,14 +1,14 @@
-"""Drafters that need no training, on the demo target over modules that nobody has seen: tokens per step and speed-up.
+"""Drafters that need no training, on the demo target over unseen modules: tokens per step and speed-up.
 
     python benchmarks/retrieval.py [--prompts 12] [--new 88] [--plain-path] [--out FILE]
 
 The corpus holds the standard library's other modules, which the target was trained on; held-out modules are not in it.
-Two distractor corpora hold C++ headers and package metadata.  Nothing that one text says is remembered for the next,
-but in the row that says so.  Every prompt goes through all ways one after the other.  Tasks: `new`, pieces of held-out
-modules; `seen`, pieces of modules in the corpus; `edit`, a held-out piece whose first half stands there twice.  The
-cold row reads a copy of the corpus whose pages are dropped before every text.
+Two distractor corpora hold C++ headers and package metadata.  Nothing is remembered from one text to the next, except
+in the row that says so.  Every prompt goes through all ways one after the other.  Tasks: `new`, pieces of held-out
+modules; `seen`, pieces of modules in the corpus; `edit`, a held-out piece whose first half appears twice.  The cold row
+reads a copy of the corpus whose pages are dropped before every text.
 
-See corpus.py and trie.py for what searching and growing cost.
+See corpus.py and trie.py for the cost of searching and growing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from outrider.sampling.settings import Sampling
 from outrider.targets.hf.transformers import TransformersTarget
 
 NODES = 10
-"""Of every tree, as many as the demo's dspark verifies."""
+"""Nodes of every tree, as many as the demo's dspark verifies."""
 
 
 def main() -> None:
@@ -108,7 +108,7 @@ def drafters(target: TransformersTarget, trained: dict[str, Any]) -> dict[str, A
 
 
 def sources() -> dict[str, Iterator[str]]:
-    """Texts of the corpus, and of two others that have nothing to say of Python modules."""
+    """Texts of the corpus, and of two others that are unrelated to Python modules."""
     site = Path(torch.__file__).parent.parent
     return {
         "library": (module.text for module in demo.modules("train")),
@@ -148,7 +148,7 @@ def measured(
 ) -> dict[tuple[str, str], list[Run]]:
     prompts = tasks(target, count)
     found: dict[tuple[str, str], list[Run]] = {(name, task): [] for task in prompts for name in ways}
-    for drafter in ways.values():  # a warm-up for each, that it is not the first which pays
+    for drafter in ways.values():  # a warm-up for each, so that the first one does not pay for all
         run_once(target, Request(prompts["new"][0], 16, Sampling()), drafter, ends=False)
         if getattr(drafter, "shared", None):
             drafter.shared.kept.clear()
@@ -163,7 +163,7 @@ def measured(
 
 
 def drop(corpora: Sequence[suffix_array.Corpus]) -> None:
-    """Have the system forget what it holds of these files, which nobody else has mapped."""
+    """Drop these files from the page cache; no other process has them mapped."""
     for corpus in corpora:
         for mapped in (corpus.tokens, corpus.order):
             mapped.base._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[union-attr]

@@ -1,16 +1,16 @@
-"""Greedy text of every way to decode, token for token beside transformers' own `generate`.
+"""Greedy text of every decoding path, compared token for token with transformers' own `generate`.
 
     python benchmarks/same_text.py KIND=FILE.jsonl ... [--target smollm2] [--prompts 60] [--new 128] [--slots 4]
                                    [--ways plain,suffix,...] [--out FILE]
 
-KIND=FILE: a kind of prompts, such as code=humaneval.jsonl, whose rows have `turns`; the first turn is asked, through
-the chat template.  `generate` of transformers continues one prompt at a time in float32.
+KIND=FILE: a kind of prompts, such as code=humaneval.jsonl, whose rows have `turns`; the first turn is sent, through the
+chat template.  `generate` of transformers continues one prompt at a time in float32.
 
 Ways: `plain`, `ngram`, `suffix` and `dflash` (two layers of random weights: nearly every draft is wrong) as a user gets
-them; `whole plain` and `whole dflash`, whose steps are one call each; `server plain` and `server suffix`, asked over
-HTTP by as many clients as there are slots.  A text that parts from transformers' is a tie where the logits of both
-tokens, in float64, are nearer than float32 is off (`targets/accuracy.py`), else a fault.  Prints JSON; exits with 1 on
-a fault.
+them; `whole plain` and `whole dflash`, whose steps are one call each; `server plain` and `server suffix`, over HTTP
+with as many clients as there are slots.  A text that diverges from transformers' is a tie if the logits of both tokens,
+in float64, are closer than the error of float32 (`targets/accuracy.py`), else a fault.  Prints JSON; exits with 1 on a
+fault.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def read(target: Any, path: str, count: int) -> list[list[int]]:
-    """The first turns of a file's rows, as the chat template has them."""
+    """The first turns of a file's rows, formatted by the chat template."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()[:count]
     return [target.encode([{"role": "user", "content": json.loads(line)["turns"][0]}]) for line in lines]
 
@@ -124,7 +124,7 @@ def server(target_name: str, kind: str, target: Any, slots: int) -> Iterator[Ans
 
 
 class Verdicts:
-    """Texts beside transformers' own of the same prompts, in their order."""
+    """Texts compared with transformers' own for the same prompts, in the same order."""
 
     def __init__(self, target: Any, prompts: Sequence[list[int]], reference: Sequence[list[int]]):
         self.target, self.prompts, self.reference = target, prompts, reference
@@ -132,7 +132,7 @@ class Verdicts:
         self.exact = copy.deepcopy(target.model).double()
 
     def of(self, texts: Sequence[list[int]]) -> dict[str, Any]:
-        """How many are equal, ties with the largest margin, or faults."""
+        """The number of equal texts, of ties with the largest margin, and of faults."""
         margins = [self.margin(number, text) for number, text in enumerate(texts)]
         apart = [margin for margin in margins if margin is not None]
         ties = [margin for margin in apart if self.allowed is not None and margin <= 2 * self.allowed.largest]
@@ -143,7 +143,8 @@ class Verdicts:
 
     @torch.inference_mode()
     def margin(self, number: int, text: list[int]) -> float | None:
-        """Between the logits of both tokens where a text parts from transformers' own; None where it does not."""
+        """Margin between the logits of both tokens where a text diverges from transformers' own; None if it does
+        not."""
         reference = self.reference[number]
         if text == reference:
             return None
