@@ -216,8 +216,8 @@ def drawn(local: TransformersTarget, url: str, prompts: list[list[int]], count: 
 
 
 def uncertain(local: TransformersTarget, prompts: list[list[int]]) -> list[list[int]]:
-    """First tokens after which the likeliest next token is about as likely as all others together: a fault shows most
-    there."""
+    """Prompts, starting with those after which the likeliest token is about as likely as all others together: a fault
+    shows most there."""
     return sorted(prompts, key=lambda prompt: abs(float(first_of(local, prompt).max()) - 0.5))
 
 

@@ -1,26 +1,27 @@
-"""The server: nothing lost under load, the scheduler beside the best of plain and fixed depths, waiting times, peers.
+"""The server: nothing lost under load, the scheduler compared with the best of plain and fixed depths, latency, other
+servers.
 
     python benchmarks/serving.py all --out benchmarks/results/serving.json
     python benchmarks/serving.py soak scheduler … [--again] [settings] [--out FILE]
 
-soak       clients that stream, leave in the middle (10 %) or send nonsense (5 %); the target in float64, so that every
-           answer, greedy or of a seed, must be the one that `generate` gave before, or part from it at a tie
+soak       clients that stream, disconnect midway (10 %) or send invalid requests (5 %); the target in float64, so that
+           every answer, greedy or seeded, must be the one `generate` gave before, or diverge from it at a tie
 scheduler  tokens/s at every concurrency: plain, every fixed depth, always-on, and the policies; times to the first
-           token and between pieces; what the policies themselves take of a step
-overhead   one client: seconds a token over those of `generate` in this process
+           token and between pieces; the policies' own share of a step
+overhead   one client: seconds per token relative to `generate` in this process
 peers      the same clients against `transformers serve`, vLLM and llama.cpp's server
-fuzz       schemathesis over the server's own document
+fuzz       schemathesis, driven by the server's own OpenAPI document
 chaos      drafters that raise, return garbage or hang
 
-Servers stay up, and all but the one that is asked stand still.  Clients are one process beside (`serving_clients.py`).
-Ways take turns, in another order each time; the first turn is a warm-up.  Ratios are of tokens over seconds of all
-turns, with the 95 % interval of a bootstrap over turns.  The best of others is chosen on the odd turns for the even
-ones, and the other way round: the highest of several noisy numbers is too high.  Processes that
-do the same differ by up to 8 %, so the scheduler's ways are compared with plain requests to the same server
-(`speculative: false`); `waiting` is what these are over a server without a drafter.
+Servers stay up, and all but the one being measured are paused.  Clients run in a separate process
+(`serving_clients.py`).  Ways take turns, in a different order each time; the first turn is a warm-up.  Ratios are of
+tokens over seconds of all turns, with the 95 % interval of a bootstrap over turns.  The best of the others is chosen on
+the odd turns for the even ones, and vice versa, since the maximum of several noisy numbers is biased upwards.
+Identical processes differ by up to 8 %, so the scheduler's ways are compared with plain requests to the same server
+(`speculative: false`); `waiting` is the speed of these relative to a server without a drafter.
 
-What is in FILE with the same settings is not measured again; a part that was stopped goes on where it was.  What can't
-be had is in `left_out`, with the reason.  dspark is the checkpoint of the last `make demo`.
+Parts that are in FILE with the same settings are not measured again; a stopped part resumes.  Whatever is unavailable
+is in `left_out`, with the reason. dspark is the checkpoint of the last `make demo`.
 """
 
 from __future__ import annotations
@@ -82,13 +83,13 @@ from outrider.policies.auto import Auto
 DRAFTERS = {"dspark": str(CHECKPOINT), "ngram": "ngram"}
 POLICIES = ("auto", "auto with a table")
 SOAK_NEW, NEW = (4, 16, 48, 96, 128), (32, 64, 96)
-"""Longest answers of the requests, in tokens, by turns."""
+"""Maximum answer lengths in tokens; requests cycle through them."""
 SIZES, SOAK_LENGTH = (100, 200, 400, 800, 1400), 768
-"""Characters of the soak's prompts, by turns, and tokens of its slots."""
+"""Characters of the soak's prompts, in cycles, and tokens per slot."""
 SHARED_BYTES = 2**26
-"""For beginnings of prompts in the soak: full within its warm-up."""
+"""Budget for prompt prefixes in the soak: full within its warm-up."""
 TOKENS_PER_S = {1: 450, 2: 600, 4: 800, 8: 1000}
-"""About what this server writes on two cores, for the minutes that are told first; MOST with more clients."""
+"""Approximate throughput of this server on two cores, for the time estimate; MOST with more clients."""
 MOST = 1150
 
 Save = Callable[[], None]
@@ -98,9 +99,9 @@ Save = Callable[[], None]
 
 
 def soak(wanted: argparse.Namespace, own: dict[str, Any], clients: Clients, save: Save) -> None:
-    """Three slots for four clients, so that some wait; beginnings of prompts are shared.
+    """Three slots for four clients, so that some wait; prompt prefixes are shared.
 
-    First every slot has its longest text at the same time, since memory is taken as it is first used.
+    First every slot gets its longest text at the same time, since memory is allocated on first use.
     """
     target = load_target("demo", dtype=wanted.dtype, compile=False)
     pool = known(target, wanted.pool, SOAK_NEW, SIZES, has_all=True)
@@ -114,7 +115,7 @@ def soak(wanted: argparse.Namespace, own: dict[str, Any], clients: Clients, save
     with running("outrider", start) as server:
         clients.turn(server, pool, [longest] * slots, slots)
         asked = with_body(pool, model=server.model())
-        asked[::2] = with_body(asked[::2], return_token_ids=True)  # compared too; without, pieces take a shorter way
+        asked[::2] = with_body(asked[::2], return_token_ids=True)  # compared too; without, pieces take a shorter path
         with Readings(server, readings):
             found = clients.ask(
                 do="soak", port=server.port, clients=wanted.clients, seconds=wanted.seconds,
@@ -144,7 +145,7 @@ def soak_promises(own: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 class Readings:
-    """Reads a server's resident memory once a second, as (seconds since the beginning, bytes)."""
+    """Reads a server's resident memory once per second, as (seconds since the start, bytes)."""
 
     def __init__(self, server: Server, readings: list[tuple[float, int]]):
         self.server, self.readings, self.is_over = server, readings, threading.Event()
@@ -164,7 +165,7 @@ class Readings:
 
 
 def memory(readings: Sequence[tuple[float, int]], seconds: float, parts: int = 10) -> dict[str, Any]:
-    """Mean resident memory in windows after a warm-up of a fifth of the time, a minute at most; MiB."""
+    """Mean resident memory in windows after a warm-up of a fifth of the time, at most a minute; MiB."""
     warm = min(60.0, seconds / 5)
     width = (seconds - warm) / parts
     windows = []
@@ -176,7 +177,7 @@ def memory(readings: Sequence[tuple[float, int]], seconds: float, parts: int = 1
 
 
 def slots_in_use(server: Server, patience_s: float = 10.0) -> int:
-    """Requests in slots or waiting for one, when those whose clients have left had time to end."""
+    """Requests in slots or waiting for one, after those of disconnected clients had time to end."""
     ends = time.monotonic() + patience_s
     while True:
         found = server.metrics()
@@ -224,7 +225,7 @@ def scheduler(wanted: argparse.Namespace, own: dict[str, Any], clients: Clients,
 
 
 def ways_of(wanted: argparse.Namespace, servers: Mapping[str, Server]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Ways by name: the server, and what is added to bodies."""
+    """Ways by name: the server, and what is added to request bodies."""
     ways: dict[str, tuple[str, dict[str, Any]]] = {"plain": ("plain", {})}
     for kind in [name for name in servers if name != "plain"]:
         ways[f"{kind}: plain"] = kind, {"speculative": False}
@@ -237,17 +238,17 @@ def ways_of(wanted: argparse.Namespace, servers: Mapping[str, Server]) -> dict[s
 
 
 def turns_at(concurrency: int, turns: int) -> int:
-    """Fewer where a turn has more requests than 16 clients ask."""
+    """Fewer turns if each has more requests than 16 clients send."""
     return max(min(6, turns), min(turns, 16 * turns // concurrency))
 
 
 def plain_beside(way: str) -> str:
-    """Plain requests to the server of this way."""
+    """The plain requests to the server of this way."""
     return f"{way if way in POLICIES else 'fixed'}: plain"
 
 
 def told(turns: Mapping[str, Sequence[Turn]], own: dict[str, Any]) -> dict[str, Any]:
-    """All ways at one concurrency.  The first row's plain requests are those that the goodput of all is judged by."""
+    """All ways at one concurrency.  The goodput of all is judged by the plain requests of the first row."""
     plain = turns["plain"]
     alone = {"first_s": statistics.median(first_s(plain)), "per_token_s": statistics.median(per_token_s(plain))}
     slo = {name: 2 * value for name, value in own.setdefault("unloaded", alone).items()}
@@ -269,7 +270,7 @@ def told(turns: Mapping[str, Sequence[Turn]], own: dict[str, Any]) -> dict[str, 
 
 
 def first_p99(one: Sequence[Turn], plain: Sequence[Turn], draws: int = 1000) -> dict[str, Any]:
-    """The p99 of the time to the first token, over plain requests'; 95 % interval of a bootstrap over turns."""
+    """The p99 of the time to the first token, relative to plain requests; 95 % interval of a bootstrap over turns."""
 
     def of(taken: Sequence[int]) -> float:
         mine, theirs = (np.quantile(first_s([turns[n] for n in taken]), 0.99) for turns in (one, plain))
@@ -294,7 +295,7 @@ def row_promises(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 class Timed(Policy):
-    """Another policy; `seconds` is what it took itself."""
+    """Wraps a policy; `seconds` is the time spent in it."""
 
     def __init__(self, inner: Policy):
         self.inner, self.seconds = inner, 0.0
@@ -317,7 +318,7 @@ class Timed(Policy):
 
 
 def share_of_policies(target: Any, drafter: Drafter, slots: int) -> list[dict[str, Any]]:
-    """What the policies take of a step, by the same step in this process."""
+    """The policies' share of a step, from the same step in this process."""
     makes: dict[str, Callable[[], Policy]] = {
         "auto": lambda: named.policy("auto", drafter),
         "auto with a table": lambda: Auto(drafter.limit, passes.measured(target, drafter, slots)),
@@ -327,7 +328,7 @@ def share_of_policies(target: Any, drafter: Drafter, slots: int) -> list[dict[st
         policy = Timed(makes[name]())
         for batch in sorted({1, min(16, slots), slots}):
             prompts = [target.encode(text) for _, text in demo.prompts("held_out", max(8, batch))]
-            serve(target, prompts, 16, drafter, policy, slots=batch)  # it learns
+            serve(target, prompts, 16, drafter, policy, slots=batch)  # lets it learn
             policy.seconds = 0.0
             served, _ = serve(target, prompts, 64, drafter, policy, slots=batch)
             step = {"us_a_step": 1e6 * policy.seconds / served.steps, "step_ms": 1e3 * served.seconds / served.steps}
@@ -343,7 +344,7 @@ def policy_promises(shares: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 
 def overhead(wanted: argparse.Namespace, own: dict[str, Any], clients: Clients, save: Save) -> None:
-    """Seconds a token of one streaming client, over `generate` of the same prompts here, by turns."""
+    """Seconds per token of one streaming client, relative to `generate` on the same prompts here, interleaved."""
     target, drafters = parties([wanted.drafter])
     drafter = drafters[wanted.drafter]
     pool = known(target, wanted.pool, NEW)
@@ -372,13 +373,13 @@ def overhead(wanted: argparse.Namespace, own: dict[str, Any], clients: Clients, 
         for name in servers:
             inside, outside = turns[f"generate: {name}"], turns[f"server: {name}"]
             each = {"generate_ms": 1e3 / rate(inside), "server_ms": 1e3 / rate(outside)}
-            # seconds a token are tokens/s the other way round
+            # seconds per token are the inverse of tokens/s
             rows.append({"way": name, **each, **ratio(inside, outside), **figures(outside)})
     own["promises"] = [at_most(f"{row['way']}: time a token over `generate`", 1.05, row["ratio"]) for row in rows]
 
 
 def generated(target: Any, pool: Sequence[Due], numbers: Sequence[int], settings: Mapping[str, Any]) -> Turn:
-    """The same requests by `generate`, one at a time."""
+    """The same requests with `generate`, one at a time."""
     tokens, seconds = 0, 0.0
     for number in numbers:
         body = pool[number].body
@@ -395,9 +396,9 @@ def generated(target: Any, pool: Sequence[Due], numbers: Sequence[int], settings
 class Part(NamedTuple):
     measure: Callable[[argparse.Namespace, dict[str, Any], Clients, Save], None]
     minutes: Callable[[argparse.Namespace], float]
-    """How long it takes on two cores, about."""
+    """Approximate duration on two cores."""
     settings: tuple[str, ...]
-    """Options that its result depends on."""
+    """Options that affect its result."""
 
 
 def scheduler_minutes(wanted: argparse.Namespace) -> float:
@@ -460,7 +461,7 @@ def settings(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Results:
-    """The file of results: parts by name, each with its settings, its promises, and whether it is done."""
+    """The results file: parts by name, each with its settings, its promises, and whether it is complete."""
 
     def __init__(self, wanted: argparse.Namespace, names: Sequence[str]):
         self.out, self.began = wanted.out, time.monotonic()
@@ -480,13 +481,13 @@ class Results:
 
 def main() -> int:
     wanted = settings()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends then, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that everything started is stopped too
     machine.set_up_process()
     return run(wanted)
 
 
 def run(wanted: argparse.Namespace) -> int:
-    """Measure what is wanted and not there; 1 where a promise does not hold."""
+    """Measure the requested parts that are missing; 1 if a promise does not hold."""
     names = [name for name in PARTS if name in wanted.parts or "all" in wanted.parts]
     results = Results(wanted, names)
     due = [name for name in names if not results.parts[name]["is_done"]]

@@ -1,8 +1,8 @@
-"""Clients of a server that writes as OpenAI's API does, cheap enough to share its cores; they compare what they get.
+"""Clients of an OpenAI-compatible server, cheap enough to share its cores; they compare the answers they get.
 
-`serving.py` runs this file as a process of its own: a plan is a line of JSON on standard input, what was found is one
-on standard output.  Bytes are read as they come: a piece of a stream is put aside with the time of its arrival, and
-parsed when the turn is over (in a soak, when the answer is).  Knows no torch.
+`serving.py` runs this file as a separate process: each plan is a line of JSON on standard input, each result one on
+standard output.  Bytes are read as they come: a piece of a stream is stored with its time of arrival, and parsed when
+the turn is over (in a soak, when the answer is).  Does not import torch.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 PATIENCE_S = 600.0
-"""Longest wait for the end of one answer."""
+"""Longest wait for the end of one answer, in seconds."""
 LEAVE_S = 0.02
-"""A client that leaves before the first piece leaves after so many seconds."""
+"""Seconds after which a client disconnects if it is to do so before the first piece."""
 MOST_TOLD = 50
-"""Answers that are told with their texts, of those that are not what was due."""
+"""Number of unexpected answers reported with their texts."""
 
 
 class Due(NamedTuple):
-    """A request whose answer is known."""
+    """A request with a known answer."""
 
     path: str
     body: dict[str, Any]
     text: str
     tokens: list[int]
-    """With the one that ends the text."""
+    """Includes the token that ends the text."""
     finish_reason: str
 
 
 class Read(NamedTuple):
-    """What an answer says."""
+    """The content of an answer."""
 
     text: str
     tokens: list[int] | None
-    """Where the server gives ids."""
+    """If the server returns ids."""
     counted: int | None
-    """Tokens by the server's own count."""
+    """Number of tokens according to the server."""
     finish_reason: str | None
     times: list[float]
-    """When each piece with text or tokens came."""
+    """When each piece with text or tokens arrived."""
     error: str
 
 
 @dataclass(slots=True)
 class Answer:
-    """One answer's bytes; times are of `time.perf_counter`."""
+    """The bytes of one answer; times are from `time.perf_counter`."""
 
     sent: float = 0.0
     status: int = 0
-    """0: none came."""
+    """0 if none arrived."""
     events: list[tuple[float, bytes]] = field(default_factory=list)
     body: bytearray = field(default_factory=bytearray)
-    """Of an answer that is no stream."""
+    """The body of a non-streamed answer."""
     error: str = "no answer"
     has_left: bool = False
     """The client closed the connection before the end."""
@@ -104,7 +104,7 @@ class Connection(asyncio.Protocol):
         self._rest = b""
         self._answer: Answer | None = None
         self._part: Callable[[], bool] = self._head
-        """Reads the next part of an answer from the buffer; False where it is not there yet."""
+        """Parses the next part of an answer from the buffer; False if it is not complete yet."""
         self._is_stream, self._is_last, self._left, self._now = False, False, 0, 0.0
         self._leave_after: int | None = None
 
@@ -118,7 +118,8 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     async def ask(self, request: bytes, leave_after: int | None = None) -> Answer:
-        """Send a request and wait for the end of its answer.  leave_after: pieces after which the client leaves."""
+        """Send a request and wait for the end of its answer.  leave_after: number of pieces after which the client
+        disconnects."""
         assert self._transport is not None and self._answer is None
         loop = asyncio.get_running_loop()
         self._over: asyncio.Future[None] = loop.create_future()
@@ -228,14 +229,14 @@ def request(port: int, path: str, body: bytes) -> bytes:
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-# ── what an answer should be ──────────────────────────────────────────────────────────────────────────────────────────
+# ── the expected answer ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def compared(due: Due, read: Read, is_whole: bool) -> str | None:
-    """How an answer differs from what was due: lost, repeated, other (its text), tokens, count, reason; None where it
+    """How an answer differs from the expected one: lost, repeated, other (its text), tokens, count, reason; None if it
     does not.
 
-    Of an answer that the client left, the beginning is compared.
+    If the client disconnected, only the beginning is compared.
     """
     kind = parted(read.text, due.text, is_whole)
     if kind is not None:
@@ -248,9 +249,9 @@ def compared(due: Due, read: Read, is_whole: bool) -> str | None:
 
 
 def parted(text: str, due: str, is_whole: bool) -> str | None:
-    """How a text is not the one that was due: a part of it was lost or repeated, or it is another.
+    """How a text differs from the expected one: a part of it was lost or repeated, or it is a different text.
 
-    A text in which something was lost, or repeated, goes on as the other does, to the end.
+    After a lost or repeated part, the text continues like the expected one, to the end.
     """
     if text == due or (not is_whole and due.startswith(text)):
         return None
@@ -262,13 +263,13 @@ def parted(text: str, due: str, is_whole: bool) -> str | None:
     return "lost" if place >= 0 else "repeated" if rest in due else "other"
 
 
-# ── a turn: so many requests, one after the other by each client ──────────────────────────────────────────────────────
+# ── a turn: each client sends its requests one after the other ────────────────────────────────────────────────────────
 
 
 async def turn(plan: dict[str, Any]) -> dict[str, Any]:
-    """Ask `requests` ([path, body] each) of the server at `port` by `clients` clients, in their order.
+    """Send `requests` ([path, body] each) to the server at `port` from `clients` clients, in order.
 
-    `seconds` are those from the first token to the last; `cpu` is the share of a core that the clients took.
+    `seconds` is the time from the first token to the last; `cpu` is the share of a core used by the clients.
     """
     port = plan["port"]
     requests = [request(port, path, json.dumps(body).encode()) for path, body in plan["requests"]]
@@ -281,7 +282,7 @@ async def turn(plan: dict[str, Any]) -> dict[str, Any]:
             if not connection.is_open:
                 connection = await Connection.opened(port)
             answer = await connection.ask(asked)
-            if not answer.status:  # llama.cpp's closes connections after a stream without a word before
+            if not answer.status:  # llama.cpp's server closes connections after a stream without notice
                 connection = await Connection.opened(port)
                 answer = await connection.ask(asked)
             answers[number] = answer
@@ -305,7 +306,7 @@ def _row(answer: Answer) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# ── a soak: clients that come, go, leave and send nonsense ────────────────────────────────────────────────────────────
+# ── a soak: clients that connect, disconnect and send invalid requests ────────────────────────────────────────────────
 
 
 def malformed(port: int, model: str) -> dict[str, bytes]:
@@ -347,21 +348,21 @@ def malformed(port: int, model: str) -> dict[str, bytes]:
 
 @dataclass
 class Soak:
-    """What the clients of one soak share."""
+    """State shared by the clients of one soak."""
 
     port: int
     pool: list[Due]
     leaving: float
-    """Share of requests whose client leaves."""
+    """Share of requests whose client disconnects."""
     malformed: float
-    """Share of requests that are nonsense."""
+    """Share of invalid requests."""
     wrong: dict[str, bytes]
     ends: float
     counts: Counter[str] = field(default_factory=Counter)
     refused: dict[str, Counter[str]] = field(default_factory=dict)
-    """By kind of nonsense: how often each status."""
+    """By kind of invalid request: the count of each status."""
     failed: list[dict[str, Any]] = field(default_factory=list)
-    """Answers with 5xx, and others that came to no end."""
+    """Answers with 5xx, and others that did not end."""
     partings: list[dict[str, Any]] = field(default_factory=list)
 
     async def client(self, noise: random.Random) -> None:
@@ -417,7 +418,7 @@ class Soak:
 
 
 async def soak(plan: dict[str, Any]) -> dict[str, Any]:
-    """`clients` clients ask what is in `pool` for `seconds` seconds, and end the answers that they have begun."""
+    """`clients` clients send requests from `pool` for `seconds` seconds, and finish the answers they have begun."""
     port, began, cpu = plan["port"], time.perf_counter(), time.process_time()
     own = Soak(
         port, [Due(*one) for one in plan["pool"]], plan["leaving"], plan["malformed"], malformed(port, plan["model"]),
@@ -437,7 +438,7 @@ PLANS = {"turn": turn, "soak": soak}
 
 
 def lines(given: Sequence[str] | Any) -> Iterator[str]:
-    """What is found for each plan, a line of JSON each."""
+    """The result of each plan, as one line of JSON."""
     for line in given:
         plan = json.loads(line)
         yield json.dumps(asyncio.run(PLANS[plan["do"]](plan)))

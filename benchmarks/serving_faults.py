@@ -1,4 +1,5 @@
-"""The parts of `serving.py` that break things: requests from the server's own document, and drafters that fail."""
+"""The parts of `serving.py` that provoke failures: requests generated from the server's own document, and failing
+drafters."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ STEP = 12
 ALARMS: Mapping[str, str] = dict.fromkeys(("ids", "q", "parents", "sizes"), "invalid_draft") | dict.fromkeys(
     ("hangs", "hangs in observe"), "drafter_hung"
 )
-"""The alarm of a fault; of all others it is drafter_raised."""
+"""The alarm raised by a fault; drafter_raised for all others."""
 NEW = (24, 48, 96)
 
 
@@ -38,7 +39,7 @@ NEW = (24, 48, 96)
 
 
 def fuzz(wanted: argparse.Namespace, own: dict[str, Any], clients: Clients, save: Callable[[], None]) -> None:
-    """schemathesis asks what the server's document allows and forbids; short slots keep its texts short."""
+    """schemathesis sends what the server's document allows and forbids; short slots keep its texts short."""
     drafter = str(CHECKPOINT) if wanted.drafter == "dspark" else wanted.drafter
     start = partial(started, {"slots": 8, "length": 96, "drafter": drafter, "more": ["serve.n=4", "serve.texts=8"]})
     with start("outrider") as server, tempfile.TemporaryDirectory() as place:
@@ -46,7 +47,8 @@ def fuzz(wanted: argparse.Namespace, own: dict[str, Any], clients: Clients, save
         operations = sum(method in METHODS for methods in paths.values() for method in methods)
         rounds, statuses = 0, Counter[str]()
         own |= {"operations": operations, "cases": 0, "failures": [], "told": [], "schemathesis": ""}
-        # coverage gives a number of its own, and few cases exhaust a route without a body: rounds with other seeds
+        # the coverage phase ignores the number of cases, and few cases exhaust a route without a body: rounds with
+        # other seeds
         while own["cases"] < wanted.cases and rounds < 50:
             left = wanted.cases - own["cases"]
             report = run_schemathesis(server, max(20, left // 5), wanted.seed + rounds, Path(place) / str(rounds))
@@ -67,7 +69,7 @@ def fuzz(wanted: argparse.Namespace, own: dict[str, Any], clients: Clients, save
 
 
 def run_schemathesis(server: Server, examples: int, seed: int, place: Path) -> dict[str, Any]:
-    """Its report, with `statuses`: how often each status was answered."""
+    """The report of schemathesis, with `statuses`: the count of each status."""
     command = [
         Path(sys.executable).with_name("schemathesis"), "run", f"http://127.0.0.1:{server.port}/openapi.json",
         "--checks", "not_a_server_error", "--phases", PHASES, "--max-examples", examples, "--seed", seed,
@@ -89,7 +91,7 @@ def run_schemathesis(server: Server, examples: int, seed: int, place: Path) -> d
 
 
 def statuses_in(event: Any) -> Iterator[int]:
-    """Statuses of the responses that an event of schemathesis' report holds."""
+    """Response statuses in an event of schemathesis' report."""
     if isinstance(event, dict):
         if isinstance(event.get("status_code"), int):
             yield event["status_code"]
@@ -104,9 +106,9 @@ def statuses_in(event: Any) -> Iterator[int]:
 
 
 def chaos(wanted: argparse.Namespace, own: dict[str, Any], clients: Clients, save: Callable[[], None]) -> None:
-    """A server for each fault: answers while it happens, and after it, are plain decoding's; an alarm is counted."""
+    """A server per fault: answers during and after it equal plain decoding's, and an alarm is counted."""
     target = load_target("demo", dtype=wanted.dtype, compile=False)
-    pool = known(target, 24, NEW, has_all=True)  # q is asked of sampled answers alone
+    pool = known(target, 24, NEW, has_all=True)  # q is only needed for sampled answers
     rows = own["rows"] = []
     with offered() as path:
         for fault in get_args(Fault):
@@ -152,7 +154,7 @@ def alarms_of(server: Server) -> dict[str, int]:
 
 @contextmanager
 def offered() -> Iterator[str]:
-    """A PYTHONPATH on which a distribution offers `faulty_drafter` as a drafter."""
+    """A PYTHONPATH with a distribution that offers `faulty_drafter` as a drafter."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "faulty_drafter-0.dist-info"
         folder.mkdir()

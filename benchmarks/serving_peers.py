@@ -1,4 +1,5 @@
-"""The part of `serving.py` that asks other servers the same: `transformers serve`, vLLM and llama.cpp's."""
+"""The part of `serving.py` that sends the same requests to other servers: `transformers serve`, vLLM and
+llama.cpp's."""
 
 from __future__ import annotations
 
@@ -36,13 +37,13 @@ from outrider.formats.gguf import layouts
 from outrider.weights import weights_of
 
 OURS, OTHERS = "outrider: ", {"transformers serve": 2.0, "vLLM": 1.0, "llama.cpp": 1.0}
-"""Beginnings of names; what the fastest of ours is to be over the fastest of each."""
+"""Name prefixes, and the required speed of our fastest way relative to the fastest of each."""
 ROUNDING = 1e-3
-"""Logits nearer than this may change places by another order of float32 sums."""
+"""Logits closer than this may swap if float32 sums are ordered differently."""
 PAGED = ("--continuous-batching", "--cb-max-memory-percent", "0.1")
-"""Its pages are as many as fit 90 % of the memory, unless given."""
+"""Its pages fill 90 % of the memory by default."""
 NEW = (48, 64, 80)
-"""Longest answers of the requests, in tokens, by turns."""
+"""Maximum answer lengths in tokens; requests cycle through them."""
 MOST_AUDITED = 20
 
 
@@ -78,7 +79,7 @@ def peers(wanted: argparse.Namespace, own: dict[str, Any], clients: Clients, sav
 
 
 def texts(target: Any, pool: Sequence[Due], turns: Sequence[Turn]) -> dict[str, Any]:
-    """Of the texts that are not ours, how many part where two logits are as near as rounding brings them."""
+    """How many of the texts that differ from ours diverge where two logits are within rounding."""
     rows = [(number, row) for turn in turns for number, row in zip(turn.numbers, turn.rows, strict=True)]
     others = sorted({(number, row["text"]) for number, row in rows if not row["is_equal"]})
     audits = [audit(target, pool[number], text) for number, text in others[:MOST_AUDITED]]
@@ -104,7 +105,7 @@ def peer_promises(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def body_for(server: Server) -> dict[str, Any]:
-    """What a server's bodies have besides the common fields."""
+    """Server-specific fields added to the common request body."""
     if server.name.startswith("transformers"):
         return {"model": str(demo.TARGET)}
     more = {"cache_prompt": False} if server.name.startswith("llama.cpp") else {}
@@ -120,7 +121,7 @@ def our_servers(wanted: argparse.Namespace) -> dict[str, Any]:
 
 
 def their_servers(target: Any, wanted: argparse.Namespace, place: Path) -> dict[str, Any]:
-    """How each is started, by name; those that are wanted."""
+    """How to start each of the requested servers, by name."""
     found: dict[str, Any] = {
         "transformers serve": partial(transformers_serve, ()),
         "transformers serve, continuous batching": partial(transformers_serve, PAGED),
@@ -164,7 +165,7 @@ def llama_serve(target: Any, wanted: argparse.Namespace, place: Path, kind: str,
 
 
 def gguf_of(target: Any, place: Path, kind: str) -> Path:
-    """The target as llama.cpp's file, written once."""
+    """The target as a GGUF file for llama.cpp, written once."""
     path, lm = place / f"target-{kind}.gguf", target.model
     if not path.exists():
         layouts.write_file(path, layouts.header(lm, target.tokenizer, kind), weights_of(lm), lm, kind)

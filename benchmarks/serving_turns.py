@@ -1,4 +1,4 @@
-"""What the parts of `serving.py` share: requests whose answers are known, servers that take turns, and figures."""
+"""Shared by the parts of `serving.py`: requests with known answers, servers that take turns, and figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from outrider.errors import OutriderError
 from outrider.report.bootstrap import rate_ratio, ratio_of_rates, resampled
 
 CANNOT = (OSError, HTTPException, OutriderError, MemoryError, ValueError)
-"""What says that a server can't be had here, or can't be asked so."""
+"""Errors meaning that a server is unavailable here, or does not support the request."""
 
 
 def tell(text: str) -> None:
@@ -32,7 +32,7 @@ def tell(text: str) -> None:
 
 
 def at_most(what: str, most: float, found: float) -> dict[str, Any]:
-    """One line of `promises`, for what should be at most so much."""
+    """One line of `promises`, for a value that should be at most this large."""
     return {"promise": what, "wanted": most, "found": found, "holds": found <= most}
 
 
@@ -43,16 +43,16 @@ def leave_out(left_out: list[dict[str, Any]], way: str, error: BaseException) ->
         left_out.append(one)
 
 
-# ── requests whose answers are known ──────────────────────────────────────────────────────────────────────────────────
+# ── requests with known answers ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def known(
     target: Any, count: int, longest: Sequence[int], sizes: Sequence[int] = (600,), has_all: bool = False
 ) -> list[Due]:  # fmt: skip
-    """Requests over the demo's held-out prompts, with what `generate` answers.
+    """Requests over the demo's held-out prompts, with the answers of `generate`.
 
-    longest: most tokens of an answer, by turns; sizes: characters of a prompt, by turns.  has_all: one of four is a
-    chat, and one of five is drawn with a seed.
+    longest: maximum answer lengths in tokens, in cycles; sizes: characters of a prompt, in cycles.  has_all: one in
+    four is a chat, and one in five is sampled with a seed.
     """
     texts = [list(demo.prompts("held_out", -(-count // len(sizes)), characters=size)) for size in sizes]
     prompts = [text for _, text in islice((one for row in zip(*texts, strict=False) for one in row), count)]
@@ -85,10 +85,10 @@ def with_body(pool: Sequence[Due], **more: Any) -> list[Due]:
 
 
 def audit(target: Any, due: Due, text: str) -> dict[str, Any] | None:
-    """Where a greedy text parts from the known one, and by what margin the target prefers its own token there.
+    """Where a greedy text diverges from the known one, and by what margin the target prefers its own token there.
 
-    `difference` is the most that passes of other shapes move a logit there.  None where no token goes on as the text
-    does: that is no tie.
+    `difference` is the largest change of a logit there between passes of different shapes.  None if no token continues
+    as the text does: that is not a tie.
     """
     decode = target.detokenizer.decode
     at = max(n for n in range(len(due.tokens) + 1) if text.startswith(decode(due.tokens[:n]).removesuffix("\ufffd")))
@@ -107,7 +107,7 @@ def audit(target: Any, due: Due, text: str) -> dict[str, Any] | None:
 
 
 def audited(target: Any, pool: Sequence[Due], partings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each answer that is not the known one: whether it parts at a tie, as greedy answers may."""
+    """Each answer that differs from the known one: whether it diverges at a tie, as greedy answers may."""
     found = []
     for one in partings:
         due = pool[one["due"]]
@@ -122,20 +122,20 @@ def audited(target: Any, pool: Sequence[Due], partings: Sequence[Mapping[str, An
 
 
 class Turn(NamedTuple):
-    """What one way did in one turn."""
+    """The result of one way in one turn."""
 
     tokens: int
     seconds: float
     cpu: float
-    """Share of a core that the clients took."""
+    """Share of a core used by the clients."""
     rows: list[dict[str, Any]]
-    """Of the answers."""
+    """Tokens of the answers."""
     numbers: list[int]
-    """Of the requests in the pool."""
+    """Indices of the requests in the pool."""
 
 
 class Clients:
-    """The process of the clients."""
+    """The client process."""
 
     def __enter__(self) -> Clients:
         command = [sys.executable, str(Path(__file__).with_name("serving_clients.py"))]
@@ -156,7 +156,7 @@ class Clients:
         return found
 
     def turn(self, server: Server, pool: Sequence[Due], numbers: Sequence[int], clients: int) -> Turn:
-        """Requests of the pool by so many clients.  Raises ValueError where one is not answered."""
+        """Send requests of the pool from this many clients.  Raises ValueError if one is not answered."""
         requests = [[pool[number].path, pool[number].body] for number in numbers]
         found = self.ask(do="turn", port=server.port, clients=clients, requests=requests)
         bad = next((row for row in found["rows"] if row["status"] != 200 or row["error"]), None)
@@ -164,7 +164,7 @@ class Clients:
             raise ValueError(f"{server.name} answered {bad['status']}: {bad['error']} {bad['body']}")
         for number, row in zip(numbers, found["rows"], strict=True):
             row["is_equal"] = row["text"] == pool[number].text
-            # servers count differently what ends a text: here equal texts have equal counts
+            # servers count the end of a text differently: here equal texts have equal counts
             row["tokens"] = len(pool[number].tokens) if row["is_equal"] else row["counted"] or 1 + len(row["gaps_s"])
         tokens = sum(row["tokens"] for row in found["rows"])
         return Turn(tokens, found["seconds"], found["cpu"], found["rows"], list(numbers))
@@ -174,7 +174,7 @@ def outrider_serve(
     port: int, *, slots: int, length: int, drafter: str | None = None, policy: str | None = None,
     dtype: str | None = None, prefix_bytes: int = 0, more: Sequence[object] = (),
 ) -> list[object]:  # fmt: skip
-    """The command of a server of ours, compiled unless a type is given; it shares no beginnings of prompts."""
+    """The command of one of our servers, compiled unless a dtype is given; it does not share prompt prefixes."""
     command = [sys.executable, "-m", "outrider", "serve", "--target", "demo", "--port", port, "--slots", slots]
     command += ["--length", length, f"serve.prefix_bytes={prefix_bytes}"]
     for option, value in {"--drafter": drafter, "--policy": policy}.items():
@@ -183,7 +183,7 @@ def outrider_serve(
 
 
 def started(given: Mapping[str, Any], name: str) -> Any:
-    """A server of ours."""
+    """One of our servers, started."""
     return running(name, partial(outrider_serve, **given))
 
 
@@ -191,7 +191,7 @@ def started(given: Mapping[str, Any], name: str) -> Any:
 def asleep(
     starts: Mapping[str, Callable[[str], Any]], left_out: list[dict[str, Any]], warm: Callable[[Server], None]
 ) -> Iterator[dict[str, Server]]:
-    """Servers by name, started one after the other, warm, and standing still; those that can't be had are left out."""
+    """Servers by name, started one after the other, warmed up and paused; unavailable ones are left out."""
     with ExitStack() as stack:
         servers: dict[str, Server] = {}
         for name, start in starts.items():
@@ -210,12 +210,12 @@ def asleep(
 
 
 def warmed(clients: Clients, server: Server, pool: Sequence[Due]) -> None:
-    """Ask a server of ours for some answers, so that all its code has run."""
+    """Send some requests to one of our servers, so that all its code has run."""
     clients.turn(server, pool, list(range(min(8, len(pool)))), 4)
 
 
 def numbers_of(turn: int, count: int, pool: int) -> list[int]:
-    """The requests of a turn: others in each, the same in all ways."""
+    """The requests of a turn: different in each turn, the same for all ways."""
     begin = turn * count % pool
     return list(islice(cycle(range(pool)), begin, begin + count))
 
@@ -223,7 +223,8 @@ def numbers_of(turn: int, count: int, pool: int) -> list[int]:
 def by_turns(
     ways: Sequence[str], turns: int, ask: Callable[[str, int], Turn], left_out: list[dict[str, Any]]
 ) -> dict[str, list[Turn]]:
-    """Every way's turns, the ways one after the other, in each turn from another one on.  The first is a warm-up."""
+    """Every way's turns, one way after the other, starting with a different one in each turn.  The first turn is a
+    warm-up."""
     found: dict[str, list[Turn]] = {way: [] for way in ways}
     for number in range(turns + 1):
         begin = number % len(ways)
@@ -250,13 +251,13 @@ def rate(turns: Sequence[Turn]) -> float:
 
 
 def ratio(one: Sequence[Turn], other: Sequence[Turn]) -> dict[str, Any]:
-    """One's tokens/s over the other's, turn beside turn, with the 95 % interval."""
+    """Ratio of the two tokens/s, paired by turn, with the 95 % interval."""
     found = ratio_of_rates([(a.tokens, a.seconds, b.tokens, b.seconds) for a, b in zip(one, other, strict=True)])
     return {"ratio": found.center, "interval": [found.low, found.high]}
 
 
 def ratio_over(one: Sequence[Turn], plain: Sequence[Turn], best: Sequence[tuple[Turn, Turn]]) -> dict[str, Any]:
-    """One's speed-up over plain requests to its server, over that of the best, turns beside their own plain ones."""
+    """The speed-up of one over plain requests to its server, relative to that of the best, paired by turn."""
     sides = zip(one, plain, best, strict=True)
     table = np.array([[value for turn in (a, b, *c) for value in (turn.tokens, turn.seconds)] for a, b, c in sides])
 
@@ -270,13 +271,13 @@ def ratio_over(one: Sequence[Turn], plain: Sequence[Turn], best: Sequence[tuple[
 def best_over_plain(
     ways: Mapping[str, Sequence[Turn]], plain: Sequence[Turn]
 ) -> tuple[list[tuple[Turn, Turn]], list[str]]:
-    """The fastest of ways of one server and of plain requests to it, turn by turn with the plain one, and its names."""
+    """The fastest among one server's ways and plain requests to it, paired with the plain turns, and its names."""
     best, names = best_by_halves({"plain": plain, **ways})
     return list(zip(best, plain, strict=False)), names
 
 
 def best_by_halves(ways: Mapping[str, Sequence[Turn]]) -> tuple[list[Turn], list[str]]:
-    """Turns of the fastest way, and its names: for even turns the fastest of the odd ones, and the other way round."""
+    """Turns of the fastest way, and its names: even turns use the fastest of the odd ones, and vice versa."""
     names = []
     for half in (0, 1):
         rates = {name: rate(turns[1 - half :: 2] or turns) for name, turns in ways.items()}
@@ -290,7 +291,7 @@ def first_s(turns: Sequence[Turn]) -> list[float]:
 
 
 def per_token_s(turns: Sequence[Turn]) -> list[float]:
-    """Of each answer of two tokens or more, the mean time of those after the first."""
+    """For each answer of two or more tokens, the mean time per token after the first."""
     rows = [row for turn in turns for row in turn.rows if row["tokens"] > 1]
     return [(row["whole_s"] - row["first_s"]) / (row["tokens"] - 1) for row in rows]
 
@@ -300,7 +301,7 @@ def quantiles(values: Sequence[float], scale: float = 1e3) -> dict[str, float]:
 
 
 def figures(turns: Sequence[Turn]) -> dict[str, Any]:
-    """One way at one concurrency.  A gap is the time between two pieces, each of one step's tokens."""
+    """One way at one concurrency.  A gap is the time between two pieces, each with one step's tokens."""
     rows = [row for turn in turns for row in turn.rows]
     gaps = [gap for row in rows for gap in row["gaps_s"]]
     return {
@@ -313,7 +314,7 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
 
 
 def goodput(turns: Sequence[Turn], first: float, per_token: float) -> float:
-    """Share of the answers whose first token took at most `first` seconds and the others at most `per_token` each."""
+    """Share of answers whose first token took at most `first` seconds and the others at most `per_token` each."""
     rows = [row for turn in turns for row in turn.rows]
     good = [
         row["first_s"] <= first and row["whole_s"] - row["first_s"] <= per_token * (row["tokens"] - 1) for row in rows

@@ -1,13 +1,13 @@
-"""A training's steps a second and its bytes over the wire on 1, 8 and 32 GPUs, on paper: from shapes and data sheets.
+"""A training's steps per second and bytes over the wire on 1, 8 and 32 GPUs, on paper: from shapes and data sheets.
 
     python -m benchmarks.sizing [--target qwen3-8b] [--drafter dspark] [--texts 512] [--tokens 768] [--out FILE]
 
-Nothing is measured.  Products run at the share of the sheet that `outrider/plan/hardware.yaml` has for training, links
-at what their vendors name, and nothing overlaps: each step is its products, then its bytes.
+Nothing is measured.  Products run at the share of the data sheet's speed that `outrider/plan/hardware.yaml` gives for
+training, links at the vendors' figures, and nothing overlaps: each step is its products, then its bytes.
 
-    ddp            the target reads each text beside the training; gradients in float32 are summed once a step
-    fsdp           the same; weights in float32 are gathered twice, and gradients shared out once, in every batch
-    disaggregated  some GPUs read the texts and send states to those that train, which sum gradients as ddp does
+    ddp            each process also reads its texts with the target; float32 gradients are summed once per step
+    fsdp           the same; float32 weights are gathered twice, and gradients scattered once, in every batch
+    disaggregated  some GPUs read the texts and send states to those that train, which sum gradients as in ddp
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ from outrider.plan.paper.weights import stored
 
 POINTS = Path(__file__).with_name("plan_points.yaml")
 NODE = 8
-"""GPUs of a machine."""
+"""GPUs per machine."""
 LINKS = {
     "machine": (450e9, "NVLink 4, H100 data sheet: 900 GB/s a GPU, half of it each way"),
     "network": (50e9, "InfiniBand NDR, 400 Gb/s: one port a GPU, each way"),
 }
-"""Bytes a second that a GPU sends, and whose figure that is."""
+"""Bytes per second that a GPU sends, and the source of the figure."""
 GRADIENT, WEIGHT, STATE = 4, 4, 2
-"""Bytes of a number: gradients and weights in float32, states in bfloat16."""
+"""Bytes per number: gradients and weights in float32, states in bfloat16."""
 
 
 class Run(NamedTuple):
-    """A training, by its sizes."""
+    """A training, described by its sizes."""
 
     target: Anatomy
     drafter: Anatomy
     taps: int
     rows: int
-    """Positions of a text that are drafted: anchors times block."""
+    """Drafted positions per text: anchors times block."""
     texts: int
-    """Of a step."""
+    """Texts per step."""
     tokens: int
-    """Of a text."""
+    """Tokens per text."""
     batch: int
-    """Texts of one process at once."""
+    """Texts processed at once by one process."""
 
     @property
     def training_flops(self) -> float:
-        """Of a text: forward and both gradients of the layers; logits of draft and target, of which the draft's have a
-        gradient."""
+        """FLOPs per text: forward and both gradients of the layers; logits of draft and target, of which only the
+        draft's have a gradient."""
         return self.rows * (6.0 * self.drafter.read + 6.0 * self.target.head)
 
     @property
     def reading_flops(self) -> float:
-        """Of a text: one pass of the target's layers."""
+        """FLOPs per text: one pass of the target's layers."""
         return 2.0 * (self.target.active - self.target.head) * self.tokens
 
     @property
     def state_bytes(self) -> int:
-        """Of a token: taps and the final state."""
+        """Bytes per token: taps and the final state."""
         return (self.taps + 1) * self.target.hidden * STATE
 
 
@@ -77,10 +77,10 @@ class Step(NamedTuple):
     way: str
     gpus: int
     readers: int
-    """GPUs that only read."""
+    """GPUs that only read texts."""
     compute_s: float
     wire_bytes: float
-    """That a GPU which trains sends and receives at most, one way."""
+    """Maximum that a training GPU sends and receives, one way."""
     wire_s: float
 
     @property
@@ -89,10 +89,10 @@ class Step(NamedTuple):
 
 
 def steps(run: Run, gpus: int, flops: float) -> list[Step]:
-    """A step in every way.  flops: operations a second of one GPU in training."""
+    """One step under each scheme.  flops: operations per second of one GPU in training."""
     whole = run.texts * (run.training_flops + run.reading_flops) / (gpus * flops)
     bandwidth = LINKS["machine" if gpus <= NODE else "network"][0]
-    if gpus > NODE:  # a ring over machines leaves each by all of its ports, and is split over as many rings
+    if gpus > NODE:  # a ring over machines leaves each through all of its ports, and is split over as many rings
         bandwidth = min(LINKS["machine"][0], NODE * LINKS["network"][0])
     summed = 2 * (gpus - 1) / gpus * run.drafter.parameters * GRADIENT
     batches = math.ceil(run.texts / gpus / run.batch)
@@ -104,7 +104,7 @@ def steps(run: Run, gpus: int, flops: float) -> list[Step]:
 
 
 def disaggregated(run: Run, gpus: int, flops: float) -> Step:
-    """As many readers as keep the others busy; what they send goes over the network."""
+    """As many readers as keep the others busy; their states go over the network."""
     share = run.reading_flops / (run.reading_flops + run.training_flops)
     readers = min(gpus - 1, max(1, round(gpus * share)))
     trainers = gpus - readers
@@ -116,7 +116,7 @@ def disaggregated(run: Run, gpus: int, flops: float) -> Step:
 
 
 def known(target: str, drafter: str, texts: int, tokens: int, batch: int) -> Run:
-    """A run of a target that `plan_points.yaml` has."""
+    """A run of a target listed in `plan_points.yaml`."""
     fields = yaml.safe_load(POINTS.read_text(encoding="utf-8"))["models"][target]
     sketch = sketched(fields, target)
     own = drafts.on_paper(drafter, sketch)
@@ -130,7 +130,7 @@ def known(target: str, drafter: str, texts: int, tokens: int, batch: int) -> Run
 
 
 def table(run: Run, gpus: list[int], accelerator: str) -> str:
-    """As docs/many_devices.md has it."""
+    """The table of docs/many_devices.md."""
     flops = hardware.find(accelerator).flops["bf16"] * hardware.efficiency().training
     lines = [
         "| GPUs | way | steps/s | texts/s | products, s | on the wire, s | bytes of a training GPU, one way |",

@@ -1,24 +1,26 @@
-"""Speculation over random settings: with a seed every text is that of plain decoding, token for token, at any
+"""Speculation over random settings: with a seed, every text equals that of plain decoding, token for token, at any
 temperature.
 
     python benchmarks/soak.py [--tokens 1000000] [--seed 0] [--compiled | --whole-step]
                               [--case NUMBER | --resume FILE …] [--out FILE]
 
-A case draws a family of tiny random models in one of its real forms (or the demo target), its type, a batch of requests
-with settings of their own, a grammar over ids or over text among them, ends, a context, a drafter that replays the text
-to come with wrong tokens in it, and a policy.  In a third of the cases ids become text by byte fallback, in a third the
-model comes with a random generation_config, and in a tenth four threads share the target, each with requests and a
-drafter of its own. The requests are continued twice by the same engine: without a drafter, and with it in other slots.
-Requests above temperature 0 without a seed keep them company and are not compared.  What ends a text, and the log
-probabilities, must be equal too; a text must be that of all its tokens, up to its first stop string; and what a
-generation_config asks for must be what `generate` writes.
-In float64 a difference is a mismatch.  In float32, and in a family that computes in float32 whatever its type, it is a
-tie if logits that are moved by four times the measured difference draw both tokens from the same noise.  Measured is
-what lies between the one-row and the n-row pass, and between passes of the model alone, without a cache, over the text
-and over longer ones: an index of keys whose scores nearly agree may choose otherwise in another shape.
-With --whole-step every drafted step is one that was recorded, its operations standing for a CUDA graph where there is
-no such device; requests then set a temperature, a seed and stop strings alone, and drafts are of one tree a case.
-Prints JSON; exits with 1 on a mismatch.  A case hangs on --seed and its number alone.
+A case draws a family of tiny random models in one of its real forms (or the demo target), its dtype, a batch of
+requests with individual settings, including grammars over ids or over text, ends, a context, a drafter that replays the
+coming text with some wrong tokens, and a policy.  In a third of the cases ids become text by byte fallback, in a third
+the model comes with a random generation_config, and in a tenth four threads share the target, each with its own
+requests and drafter.  The same engine continues the requests twice: without a drafter, and with it in other slots.
+Unseeded requests above temperature 0 share the batch and are not compared.  The end reason and the log probabilities
+must be equal too; a text must be that of all its tokens, up to its first stop string; and the settings of a
+generation_config must give what `generate` writes.
+
+In float64 a difference is a mismatch.  In float32, and in a family that computes in float32 whatever its dtype, it is a
+tie if logits moved by four times the measured difference draw both tokens from the same noise.  The measured difference
+is that between the one-row and the n-row pass, and between passes of the model alone, without a cache, over the text
+and over longer ones: an index of keys with nearly equal scores may choose differently in another shape.
+
+With --whole-step every drafted step is a recorded one, whose operations stand in for a CUDA graph on machines without a
+GPU; requests then only set a temperature, a seed and stop strings, and drafts use one tree per case.  Prints JSON;
+exits with 1 on a mismatch.  A case depends only on --seed and its number.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ from outrider.targets.text.detokenizer import detokenizer
 FORMS = {f"{kind}, {form}": (kind, form) for kind, form in forms()}
 THREADS, COMPILED = 4, "demo, compiled"
 FLOAT64 = 1e-10
-"""Largest difference between passes of other shapes that float64 explains."""
+"""Largest difference between passes of different shapes that float64 explains."""
 
 # ── a case ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -95,9 +97,9 @@ class Case:
     has_bytes: bool = False
     """Ids become text by byte fallback."""
     generation: dict[str, Any] = field(default_factory=dict)
-    """What the model's generation_config says."""
+    """Settings of the model's generation_config."""
     defaults: frozenset[int] = frozenset()
-    """Requests that ask for what it says and no more."""
+    """Requests that ask for exactly these settings."""
     threads: int = 1
     is_whole: bool = False
     """Its drafted steps are recorded ones."""
@@ -110,7 +112,7 @@ class Case:
 
     @property
     def rounds(self) -> bool:
-        """Its type is float32, or its family computes something in float32 whatever the type: an index of keys, a
+        """Its dtype is float32, or its family computes something in float32 whatever the dtype: an index of keys, a
         router."""
         found = self.target.selftest
         return self.dtype == "float32" or max(found.errors.values()) > FLOAT64
@@ -150,13 +152,13 @@ class Case:
 
 @functools.lru_cache(96)
 def target_of(family: str, dtype: str) -> TransformersTarget | None:
-    """None where a form can't be built in this type, or is refused."""
+    """None if a form can't be built in this dtype, or is refused."""
     if family in ("demo", COMPILED):
         return load_target("demo", dtype=dtype, compile=family == COMPILED)
     if family in FORMS:
         try:
             model = built(*FORMS[family], getattr(torch, dtype))
-        except Exception:  # whatever transformers says of its own class
+        except Exception:  # anything transformers raises for its own class
             return None
         try:
             return load_target(model)
@@ -204,28 +206,28 @@ def drawn(seed: int, number: int, compiled: bool = False) -> Case:
 
 
 LONGEST = 2048
-"""Tokens that a cache has room for; beyond the limits of every config made small."""
+"""Tokens that fit into a cache; beyond the limits of every shrunken config."""
 
 
 def _target(noise: random.Random) -> tuple[str, str, TransformersTarget]:
     while True:
-        # the demo target is a hundred times the size: rare
+        # the demo target is a hundred times larger: rare
         family = "demo" if noise.random() < 0.01 else noise.choice([*SMALL, *FORMS])
         dtype = noise.choice(["float64", "float64", "float32"])
         target = target_of(family, dtype)
-        # one that is slow is kept one time in three
+        # slow ones are kept one time in three
         if target is not None and (_is_fast(target) or noise.random() < 1 / 3):
             return family, dtype, target
 
 
 def _is_fast(target: TransformersTarget) -> bool:
-    """Rows that pass one by one, or in steps, cost as much each as many together."""
+    """False if rows pass one by one, or in steps, so that each costs as much as many rows in one pass."""
     return target.family.takes_uneven_rows and not target.family.is_recurrent
 
 
 @contextmanager
 def configured(target: TransformersTarget, generation: dict[str, Any]) -> Iterator[None]:
-    """While this is open the model comes with this generation_config."""
+    """While this is open, the model has this generation_config."""
     before = target.model.generation_config
     if generation:
         target.model.generation_config = GenerationConfig(**generation)
@@ -260,20 +262,20 @@ def _generation(noise: random.Random, vocabulary: int) -> dict[str, Any]:
         "top_k": lambda: 5,
     }
     asked = {key: draw() for key, draw in chances.items() if noise.random() < 0.25}
-    # `generate` refuses a forced token that is suppressed too
+    # `generate` also refuses a forced token that is suppressed
     forced = {asked.get("forced_bos_token_id"), asked.get("forced_eos_token_id")}
     for key in ("suppress_tokens", "begin_suppress_tokens"):
         if key in asked:
             asked[key] = [token for token in asked[key] if token not in forced]
     ends = noise.choice([None, some(1)[0], some(4)])
-    if ends is None:  # without ends `generate` itself fails at it
+    if ends is None:  # without ends `generate` itself fails
         asked.pop("exponential_decay_length_penalty", None)
     return asked | {"eos_token_id": ends, "pad_token_id": 0}
 
 
 @functools.cache
 def byte_fallback(vocabulary: int) -> Detokenizer:
-    """As Llama 2's: half of the ids are bytes, of which two in a row are often a letter."""
+    """As Llama 2's: half of the ids are bytes, and two in a row are often one letter."""
     bytes_ = [*range(0xC2, 0xCA), 0xE3, 0xE4, 0xE5, 0xF0, *range(0x80, 0xB4)]
     names = [f"<0x{byte:02X}>" for byte in bytes_] + ["▁", "▁a", "\n", "。", "é", "▁the"]
     names = [*names, *(f"▁w{token}" if token % 3 else f"v{token}" for token in range(len(names), vocabulary))][
@@ -297,7 +299,7 @@ def _request(noise: random.Random, target: TransformersTarget, longest: int, has
 
 
 def _requests(noise: random.Random, target: TransformersTarget, longest: int, has_bytes: bool) -> list[Request]:
-    """Some with bad words and stop strings that stand in what they would write otherwise."""
+    """Requests, some with bad words and stop strings that would otherwise occur in their texts."""
     count = noise.randint(*((12, 48) if _is_fast(target) else (4, 10)))
     found = [_request(noise, target, longest, has_bytes) for _ in range(count)]
     written = _written(target, found)
@@ -310,12 +312,12 @@ def _requests(noise: random.Random, target: TransformersTarget, longest: int, ha
 
 
 def _letters(tokens: Sequence[int]) -> str:
-    """A text for models that have no tokenizer: a letter or two for an id."""
+    """A text for models without a tokenizer: one or two letters per id."""
     return "".join("abcdefghijklmnopqrstuvwxyz"[token % 26] + "." * (token % 3 == 0) for token in tokens)
 
 
 def _with_grammar(sampling: Sampling, target: TransformersTarget) -> Sampling:
-    """One over ids; or of text, beside which nothing else may forbid a token: often only one is possible."""
+    """A grammar over ids or over text; over text, nothing else may forbid a token, since often only one is possible."""
     if target.tokenizer is None or not target.ends:  # a grammar over text has to end
         return replace(sampling, grammar=Turns(target.spec.vocabulary))
     grammar = Grammar.regex(r"(def [a-z_]+\(\):\n    return [0-9]+\n)+").compiled(target)
@@ -324,7 +326,7 @@ def _with_grammar(sampling: Sampling, target: TransformersTarget) -> Sampling:
 
 @dataclass(frozen=True)
 class Turns:
-    """A grammar over ids: none may follow one that leaves the same remainder."""
+    """A grammar over ids: none may follow one with the same remainder."""
 
     vocabulary: int
 
@@ -333,7 +335,7 @@ class Turns:
 
 
 class Turn:
-    """One request's place in it."""
+    """One request's position in it."""
 
     def __init__(self, remainders: Tensor):
         self.remainders, self.last = remainders, -1
@@ -376,18 +378,18 @@ def _sampling(noise: random.Random, vocabulary: int) -> Sampling:
 
 
 def _no_double(tokens: Tensor, scores: Tensor) -> Tensor:
-    """A processor as transformers has them: no token twice in a row."""
+    """A transformers-style processor: no token twice in a row."""
     return scores.index_fill(-1, tokens[0, -1:], -torch.inf)
 
 
 def _said(noise: random.Random, text: list[int]) -> list[tuple[int, ...]]:
-    """Bad words that the text would hold otherwise: one, two and three tokens long."""
+    """Bad words that the text would otherwise contain: one, two and three tokens long."""
     places = [noise.randrange(max(1, len(text) - 3)) for _ in range(3)]
     return [tuple(text[at : at + length]) for length, at in enumerate(places, start=1)]
 
 
 def _stops(noise: random.Random, request: Request, tokens: list[int]) -> tuple[str, ...]:
-    """Stop strings that stand in the text, or might."""
+    """Stop strings that occur in the text, or might."""
     text = request.detokenizer.decode(tokens)
     at = noise.randrange(max(1, len(text)))
     return tuple({word for word in (text[at : at + noise.randint(1, 6)], "return", "\n\n") if word})
@@ -415,7 +417,7 @@ def _mixed(noise: random.Random, target: TransformersTarget, like: Request) -> l
 
 
 class Moody:
-    """A policy that speculates with all, with some slots, with a little, or not at all."""
+    """A policy that speculates with all slots, with some, with small budgets, or not at all."""
 
     def __init__(self, kind: str, limit: int, seed: int):
         self.kind, self.limit, self.noise = kind, limit, random.Random(seed)
@@ -436,7 +438,7 @@ class Moody:
 
 
 def recorded(case: Case) -> Case:
-    """The case by whole steps wherever its requests and its policy allow them."""
+    """The case with whole steps wherever its requests and its policy allow them."""
     width = 1 if case.target.spec.mode == "chain" else case.drafter["width"]
     return replace(
         case, threads=1, is_whole=True, drafter=case.drafter | {"soft": False, "obeys": True, "width": width},
@@ -448,7 +450,7 @@ def recorded(case: Case) -> Case:
 
 @dataclass
 class Written:
-    """What became of one request."""
+    """The result of one request."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -458,7 +460,7 @@ class Written:
 
 @dataclass
 class Outcome:
-    """What a case found."""
+    """The result of a case."""
 
     tokens: int = 0
     by_setting: Counter[str] = field(default_factory=Counter)
@@ -490,7 +492,7 @@ def run(case: Case) -> Outcome:
 
 
 def _in_threads(case: Case, texts: list[list[int]]) -> list[tuple[list[Written], Watched]]:
-    """What threads that share the target write, each a part of the requests with a drafter of its own."""
+    """The texts of threads that share the target, each with part of the requests and its own drafter."""
 
     def thread(n: int) -> tuple[list[Written], Watched]:
         drafter = Watched(texts, case.target.spec.vocabulary, **case.drafter | {"seed": case.drafter["seed"] + n})
@@ -504,14 +506,14 @@ def _in_threads(case: Case, texts: list[list[int]]) -> list[tuple[list[Written],
 
 
 def tried(case: Case) -> Outcome:
-    """As `run`; a case that crashes is a mismatch, and the soak goes on."""
+    """As `run`; a case that crashes is a mismatch, and the soak continues."""
     try:
         return run(case)
     except (NoStatic, HostRead) as error:
         return Outcome(events=Counter({f"cases of {case.family} that stay plain: {error}": 1}))
     except Exception as error:
         if isinstance(error, ConfigError) and case.generation and "makes a logit" in str(error):
-            # such as a length penalty on an end that a least length forbids: `generate` goes on with NaN
+            # such as a length penalty on an end that a minimum length forbids: `generate` continues with NaN
             return Outcome(events=Counter({"cases whose generation_config is refused": 1}))
         frames = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
         where = next((frame for frame in reversed(frames) if "/outrider/" in frame), frames[-1])
@@ -553,7 +555,7 @@ def continued(case: Case, requests: list[Request], drafter: Replay | None, slots
     state = DecodeState(min(slots, max(len(requests), 1)), case.context, case.ends, target.device, judge)
     policy = None if drafter is None else Moody(case.policy, drafter.limit, case.number)
     if case.is_whole and drafter is not None:
-        if reason := wrong(target, drafter):  # as `generate` asks before it captures
+        if reason := wrong(target, drafter):  # `generate` checks this before it captures
             raise NoStatic(reason)
         recorder = None if target.device.type == "cuda" else Recording()
         longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
@@ -599,10 +601,10 @@ def _text(request: Request, written: Written) -> str:
 
 
 def _compare_generated(case: Case, n: int, plain: Written, outcome: Outcome) -> None:
-    """A request that asks for what generation_config says with what `model.generate` writes."""
+    """Compare a request with the settings of a generation_config with the output of `model.generate`."""
     request = case.requests[n]
     wanted = generated(case.target.model, request.prompt, request.max_new_tokens)[len(request.prompt) :]
-    if request.stop or case.context < len(request.prompt) + request.max_new_tokens:  # which `generate` was not told
+    if request.stop or case.context < len(request.prompt) + request.max_new_tokens:  # `generate` was not told
         wanted = wanted[: len(plain.tokens)]
     at = next((i for i, (a, b) in enumerate(zip(wanted, plain.tokens, strict=False)) if a != b), None)
     if at is None and len(wanted) == len(plain.tokens):
@@ -623,7 +625,7 @@ def _compare_generated(case: Case, n: int, plain: Written, outcome: Outcome) -> 
 
 
 def _close(one: list[Any], other: list[Any]) -> bool:
-    """Whether tokens and log probabilities agree; runners-up may swap where they are equal."""
+    """Whether tokens and log probabilities agree; runners-up with equal values may swap."""
     return len(one) == len(other) and all(
         a.token == b.token and abs(a.logprob - b.logprob) < 1e-5 and len(a.top) == len(b.top)
         and all(abs(x[1] - y[1]) < 1e-5 for x, y in zip(a.top, b.top, strict=True))
@@ -632,7 +634,7 @@ def _close(one: list[Any], other: list[Any]) -> bool:
 
 
 def _asked(request: Request) -> list[str]:
-    """Names of the settings that a request brings."""
+    """Names of the settings in a request."""
     sampling, idle = request.sampling, Sampling()
     names = ["temperature 0" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"]
     names += [
@@ -644,7 +646,7 @@ def _asked(request: Request) -> list[str]:
 
 
 def audit(case: Case, request: Request, tokens: list[int], wanted: int, found: int) -> dict[str, Any] | None:
-    """What was measured where two texts part, if it is a tie: logits that near give both tokens.  None for a
+    """The measurements where two texts diverge, if it is a tie: logits close enough to give both tokens.  None for a
     mismatch."""
     judge = SamplingJudge()
     state = DecodeState(1, case.context, case.ends, judge=judge)
@@ -670,7 +672,7 @@ def audit(case: Case, request: Request, tokens: list[int], wanted: int, found: i
 
 @torch.inference_mode()
 def beside_itself(target: TransformersTarget, text: list[int]) -> float:
-    """How far the model's own logits behind a text move when a pass without a cache reads on."""
+    """How far the model's own logits after a text move when a pass without a cache reads further."""
 
     def behind(longer: list[int]) -> Tensor:
         logits: Tensor = target.model(input_ids=torch.tensor([longer]), use_cache=False).logits[0, len(text) - 1]
@@ -691,7 +693,7 @@ class Sum:
     cases: Counter[str] = field(default_factory=Counter)
     """By setting."""
     spans: list[list[int]] = field(default_factory=list)
-    """Numbers of the cases: first, and behind the last."""
+    """Numbers of the cases: first, and one past the last."""
     seconds: float = 0.0
 
     def add(self, case: Case, one: Outcome) -> None:
@@ -707,8 +709,8 @@ class Sum:
         self.found.ties += one.ties
 
     def add_file(self, path: Path, seed: int) -> None:
-        """What an earlier run of this seed has found; its cases with mismatches are judged again, by the code as it is
-        now."""
+        """Add the results of an earlier run of this seed; its cases with mismatches are judged again, by the current
+        code."""
         read = json.loads(path.read_text())
         assert read["totals"]["seed"] == seed, f"{path} is of seed {read['totals']['seed']}"
         doubted = sorted({one["case"] for one in read["mismatches"]})
@@ -754,14 +756,14 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     options = parser.parse_args()
-    logging.set_verbosity_error()  # of keys that greedy decoding has no use for
+    logging.set_verbosity_error()  # about keys that greedy decoding does not use
     began, kept, total = time.perf_counter(), time.perf_counter(), Sum()
     for path in options.resume:
         total.add_file(path, options.seed)
     first = max((end for _, end in total.spans), default=0) if options.first is None else options.first
     first = first if options.case is None else options.case
     total.spans.append([first, first])
-    # a run that is stopped tells what it has found so far
+    # a stopped run still reports its results so far
     with progress_bar() as bar, suppress(KeyboardInterrupt):
         task = bar.add_task("tokens", total=options.tokens)
         for number in itertools.count(first):

@@ -1,11 +1,11 @@
-"""What choosing conversations costs: memory and conversations a second, by stage.
+"""The cost of choosing conversations: memory and conversations per second, by stage.
 
     python benchmarks/sources.py [--conversations 200000] [--out FILE]
 
-Conversations are made up: 40 to 120 words of a vocabulary of 4,000, one in 20 a copy and one in 20 nearly a copy of an
-earlier one, one in 1,000 with a piece of an evaluation prompt in it.  Every stage runs in a process of its own and on
-one core; its peak is that of the process, with the libraries that it loads.  `select` is the whole first reading:
-parse, lengths, contamination, exact and near duplicates, choice.
+Conversations are synthetic: 40 to 120 words from a vocabulary of 4,000, one in 20 a copy and one in 20 a near copy of
+an earlier one, one in 1,000 with a piece of an evaluation prompt in it.  Every stage runs in a separate process and on
+one core; its peak is that of the process, including the loaded libraries.  `select` is the whole first reading: parse,
+lengths, contamination, exact and near duplicates, choice.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def prompts() -> list[Prompt]:
 
 
 def make(path: Path, count: int) -> int:
-    """Write so many conversations; returns the bytes of the file."""
+    """Write this many conversations; returns the size of the file in bytes."""
     with path.open("w", encoding="utf-8") as file:
         for number in range(count):
             text = text_of(number)
@@ -106,7 +106,7 @@ def chosen(path: Path, **settings: Any) -> dict[str, Any]:
 
 
 def split(path: Path) -> dict[str, Any]:
-    """The openings of all conversations, and a split by them; a conversation's key stands for its prompt's hash."""
+    """The openings of all conversations, and a split by them; a conversation's key stands in for its prompt's hash."""
     found = select(Config(sources=[{"path": str(path)}]))
     keys, openings = found.parts[0].keys, found.parts[0].openings
     known = Openings(keys, openings)
@@ -115,18 +115,18 @@ def split(path: Path) -> dict[str, Any]:
 
 
 def again(path: Path) -> dict[str, Any]:
-    """Both readings: `select`, then every conversation in its mixed order."""
+    """Both readings: `select`, then every conversation in shuffled order."""
     found = select(Config(sources=[{"path": str(path)}]))
     return {"count": sum(content_key(opening(one)) >= 0 for one in found)}
 
 
 def prompts_of(path: Path) -> dict[str, Any]:
-    """`select`, and the hashes that answers are stored under."""
+    """`select`, and the hashes under which answers are stored."""
     return {"count": len(select(Config(sources=[{"path": str(path)}])).prompt_hashes)}
 
 
 def ledger(path: Path) -> dict[str, Any]:
-    """Everything before the first answer: both readings, and every prompt in the ledger and in the file of prompts."""
+    """Everything before the first answer: both readings, and every prompt in the ledger and in the prompts file."""
     config = Config(sources=[{"path": str(path)}])
     with tempfile.TemporaryDirectory() as place, Ledger(Path(place)) as entries, Spool(Path(place)) as spool:
         with entries.transaction():

@@ -1,4 +1,4 @@
-"""`Replay` for captured steps: known texts, one tree for all steps, wrong tokens now and then, all of it tensors.
+"""`Replay` for captured steps: known texts, one tree for all steps, occasional wrong tokens, all in tensors.
 
 B slots, N nodes of the tree, D its depth, T tokens of the longest text.
 """
@@ -18,11 +18,11 @@ from outrider.decoding.state import DecodeState, Scores
 from outrider.fast.static.step import Committed, Proposed, StaticDrafter, StaticRule, StaticSlots, sizes_of
 
 LEAF = 0.3
-"""Share of steps in which a node without children of its own is the true token."""
+"""Share of steps in which a node without children is the true token."""
 
 
 class StaticReplay(Replay):
-    """A replay whose wrong tokens depend on the place in the text alone, and whose tree is the same in every step."""
+    """A replay whose wrong tokens depend only on the position in the text, and whose tree is the same in every step."""
 
     def __init__(self, texts: Sequence[list[int]], vocabulary: int, **options: Any):
         super().__init__(texts, vocabulary, **options)
@@ -33,7 +33,7 @@ class StaticReplay(Replay):
         self.chances = [self.right if node in goes_on else LEAF for node in range(self.limit)]
 
     def allocate(self, like: Any) -> Tensor:
-        """[B, T], what each slot's text will be."""
+        """[B, T], the coming text of each slot."""
         longest = max(map(len, self.texts)) + self.depth + 1
         return torch.zeros(like.slots, longest, dtype=torch.int64, device=like.device)
 
@@ -45,7 +45,7 @@ class StaticTexts(StaticDrafter):
     """The replay's part of a step."""
 
     def __init__(self, replay: StaticReplay, texts: Tensor):
-        """texts [B, T]: what each slot's text will be."""
+        """texts [B, T]: the coming text of each slot."""
         self.replay, self.parents, self.texts = replay, replay.parents, texts
         there = functools.partial(torch.tensor, device=texts.device)
         self.depths, self.chances = there(replay.depths), there(replay.chances)
@@ -63,7 +63,7 @@ class StaticTexts(StaticDrafter):
             self.texts[row, : len(known)] = torch.tensor(known)
 
     def propose(self, slots: StaticSlots, rule: StaticRule) -> Proposed:
-        """A node is the token to come where a number made of its place says so, and the next id elsewhere."""
+        """A node is the true next token if a number derived from its position says so, otherwise the next id."""
         at = (slots.length[:, None] + 1 + self.depths).clamp(max=self.texts.shape[1] - 1)
         order = torch.arange(len(self.depths), device=at.device)
         is_right = (at * 7919 + order * 104729) % 1009 < 1009 * self.chances

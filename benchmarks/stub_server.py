@@ -1,12 +1,11 @@
-"""A server that answers as OpenAI's API does, with a text that follows from the prompt: for replays that measure the
-replay.
+"""An OpenAI-compatible server whose text is a function of the prompt: for replays that measure the replay itself.
 
     python benchmarks/stub_server.py [--port 0] [--pieces 8] [--first-ms 5] [--gap-ms 5] [--slower 1] [--other]
 
-It prints its port on the first line.  The answer is `pieces` pieces of two tokens each, drafted as if one of three
-drafted tokens were kept a step; counters at /metrics (vLLM's names), the same figures on each answer's last event.  GET
-/received gives {X-Request-Id: time on the machine's monotonic clock}, with --remember.  A call may ask for trouble in
-its body, under `stub`:
+It prints its port on the first line.  The answer is `pieces` pieces of two tokens each, with counts as if one of three
+drafted tokens were accepted per step; counters at /metrics (vLLM's names), the same figures on each answer's last
+event.  With --remember, GET /received returns {X-Request-Id: time on the machine's monotonic clock}. A request may ask
+for trouble in its body, under `stub`:
 
     {"status": 429, "times": 2, "retry_after": 0.1}   this status the first two times (by prompt), then the answer
     {"hang": true}       nothing at all          {"stall": 3}      nothing after 3 pieces
@@ -45,7 +44,7 @@ DRAFTED, KEPT = 3, 1
 
 
 class Stub:
-    """What all connections share."""
+    """State shared by all connections."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -55,7 +54,7 @@ class Stub:
         self.started = time.time()
 
     def pieces(self, body: dict[str, Any]) -> list[str]:
-        """What it says to a prompt: equal prompts, equal answers, but for --other."""
+        """The answer to a prompt: equal prompts get equal answers, except with --other."""
         said = json.dumps(body.get("messages", body.get("prompt")))
         digest = hashlib.sha256(said.encode()).digest()
         count = (body.get("stub") or {}).get("pieces", self.options.pieces)
@@ -165,7 +164,8 @@ class Connection(asyncio.Protocol):
         return self.transport.write(b"0\r\n\r\n")
 
     async def send(self, event: bytes, size: int | None) -> None:
-        """As a chunk; in writes of `size` bytes, and in chunks that end anywhere, where that is wanted."""
+        """Send an event as one chunk; or, if `size` is given, in writes of `size` bytes with arbitrary chunk
+        boundaries."""
         if size is None:
             self.transport.write(b"%x\r\n%s\r\n" % (len(event), event))
             return

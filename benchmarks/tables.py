@@ -1,6 +1,5 @@
-"""Put the tables of benchmarks/results/*.json into benchmarks/pages/*.md, each between its own marks, what was
-promised and found into RESULTS.md, and drawings into charts/: `python benchmarks/tables.py`.
-"""
+"""Put the tables of benchmarks/results/*.json into benchmarks/pages/*.md, each between its own markers, promises and
+results into RESULTS.md, and charts into charts/: `python benchmarks/tables.py`."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def _put(page: Path, sections: dict[str, str]) -> None:
 
 
 def glance(found: dict[str, Any]) -> str:
-    """One line a page: what was promised, how much of it holds, and what is furthest from it."""
+    """One line per page: what was promised, how much of it holds, and what is furthest from it."""
     families, soak = found["families"]["totals"], found["soak"]["totals"]
     wrong = sum(row["outcome"] not in ("exact", "refused", "not built") for row in found["every_family"]["rows"])
     engines = [row for row in found["engines"]["rows"] if row.get("steps_equal")]
@@ -87,7 +86,7 @@ def _promise(one: dict[str, Any]) -> str:
 
 
 def families(found: dict[str, Any]) -> str:
-    """One line a family: its settings together, tokens compared in each type."""
+    """One line per family: its settings combined, tokens compared in each dtype."""
     by_family: dict[str, list[dict[str, Any]]] = {}
     for row in found["rows"]:
         by_family.setdefault(row["family"], []).append(row)
@@ -110,7 +109,7 @@ def families(found: dict[str, Any]) -> str:
 
 
 def every_family(found: dict[str, Any]) -> str:
-    """Two counts, then one line a form: what was tried, and what became of it."""
+    """Two counts, then one line per form: what was tried, and the result."""
     tried = [row for row in found["rows"] if row["outcome"] != "not built"]
     exact = [row for row in tried if row["outcome"] == "exact"]
     refused = [row for row in tried if row["outcome"] == "refused"]
@@ -129,7 +128,7 @@ def every_family(found: dict[str, Any]) -> str:
 
 
 def _why(row: dict[str, Any]) -> str:
-    """The reason of a row in a table's cell."""
+    """The reason of a row, as a table cell."""
     reason = (row.get("reason") or "–").split("; use transformers")[0].split("decoded here: ")[-1]
     return " ".join(reason.replace("|", "/").split())[:110]
 
@@ -217,7 +216,7 @@ def overhead(found: dict[str, Any]) -> str:
 
 
 def bounds(found: dict[str, Any]) -> str:
-    """One line a drafter, the temperatures beside each other."""
+    """One line per drafter, with the temperatures side by side."""
     own = {(row["drafter"], row["way"], row["temperature"]): row for row in found["rows"]}
     lines = []
     for name, way in dict.fromkeys((name, way) for name, way, _ in own if name != "plain"):
@@ -251,7 +250,7 @@ def bounds(found: dict[str, Any]) -> str:
 
 
 def step_of_models(own: dict[Any, dict[str, Any]], name: str, way: str, temperature: float) -> str:
-    """A step's time over that within the models' calls, where these are several."""
+    """A step's time relative to that within the models' calls, if there are several."""
     step, models = own.get((name, way, temperature)), own.get((name, "several calls", temperature))
     return f"{step['ms_per_step'] / models['model_ms_per_step']:.2f}" if step and models else ""
 
@@ -283,7 +282,7 @@ PASSES = ["plain", "captured", "kernels"]
 
 
 def _passes(points: list[dict[str, Any]]) -> str:
-    """Milliseconds of passes, and what they could take, by texts, context and way."""
+    """Milliseconds of passes, and their floor, by texts, context and way."""
     known = {(one["batch"], one["context"], one["way"], one["width"]): one for one in points if "ms" in one}
     lines = []
     for batch, context, way in sorted({at[:3] for at in known}, key=lambda at: (at[:2], PASSES.index(at[2]))):
@@ -377,7 +376,7 @@ def gpu(found: dict[str, Any]) -> str:
 
 
 def learning(found: dict[str, Any]) -> str:
-    """What was learnt, and what users of plain text paid."""
+    """What was learnt, and the cost for users of plain text."""
     gain, users = found["gain"], found["users"]
     lines = [
         [who, what, f"{own['learning']['p50_ms']:.1f}", f"{own['still']['p50_ms']:.1f}",
@@ -411,7 +410,7 @@ def remote(found: dict[str, Any]) -> str:
 
 
 def methods(found: dict[str, Any]) -> str:
-    """A table a column of cells, and the published orders."""
+    """A table per column of cells, and the published orders."""
     exact = "every text" if found["exact"] else "**not** every text"
     parts = [
         f"{found['cells']} cells (method, seed, column); at temperature 0 {exact} is `generate`'s. {_machine(found)}"
@@ -535,7 +534,7 @@ def replay(found: dict[str, Any]) -> str:
 
 
 def engines(found: dict[str, Any]) -> str:
-    """One line a row: the engine's steps beside ours."""
+    """One line per row: the engine's steps next to ours."""
     lines = []
     for row in found["rows"]:
         depths = [(one["ours"], one["engine"]) for one in row.get("depths") or []]
@@ -552,7 +551,7 @@ def engines(found: dict[str, Any]) -> str:
 
 
 def llama_cpp(found: dict[str, Any]) -> str:
-    """One line a kind and a planted fault: the server's steps and accepted tokens, and ours."""
+    """One line per kind and planted fault: the server's steps and accepted tokens, and ours."""
     lines = []
     for row in found["drafters"]:
         if row["error"] and row["fault"] is None:
@@ -571,7 +570,7 @@ def llama_cpp(found: dict[str, Any]) -> str:
 
 
 def _short(error: str | None) -> str:
-    """The sentence of an error that says what is wrong."""
+    """The sentence of an error that names the problem."""
     return (
         "–"
         if error is None
@@ -601,7 +600,7 @@ def _promises(found: dict[str, Any]) -> str:
 
 
 def _source(found: dict[str, Any]) -> str:
-    """What was run, with what, when."""
+    """The provenance: what was run, with what, when."""
     facts = found["provenance"]
     return (
         f"`{facts['command']}`, {facts['seconds'] / 60:.0f} minutes on {facts['cpus']} shared CPUs, torch "
@@ -622,8 +621,8 @@ def _processor(found: dict[str, Any]) -> str:
 
 
 def peers(found: dict[str, Any]) -> str:
-    """One line a way, the fastest alone first: tokens/s at each batch, the first token alone, and texts that are
-    ours."""
+    """One line per way, the fastest single-request one first: tokens/s at each batch, time to the first token at batch
+    1, and texts equal to ours."""
     batches = sorted({row["batch"] for row in found["rows"]})
     by_way: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     for row in found["rows"]:
@@ -645,7 +644,7 @@ def peers(found: dict[str, Any]) -> str:
 
 
 def products(found: dict[str, Any]) -> str:
-    """One line a model, kind of values and number of rows."""
+    """One line per model, kind of values and number of rows."""
     lines = [
         [f"{row['shape']}, {row['values']}", str(row["rows"]), *(f"{row['ms'][way]:.2f}" for way in row["ms"]),
          f"{row['bound_ms']:.2f}", row["set_by"], f"{row['times_bound']:.2f}"]
@@ -657,7 +656,7 @@ def products(found: dict[str, Any]) -> str:
 
 
 def contexts(found: dict[str, Any]) -> str:
-    """One line a context, steps of every width beside each other; then prompts."""
+    """One line per context, with steps of every width side by side; then prompts."""
     own = {(row["context"], row["rows"]): row for row in found["steps"]}
     widths = sorted({rows for _, rows in own})
     lines = [
@@ -789,11 +788,11 @@ SERVING: dict[str, Callable[[dict[str, Any]], str]] = {
     "soak": _serving_soak, "scheduler": _serving_scheduler, "overhead": _serving_overhead, "peers": _serving_peers,
     "fuzz": _serving_fuzz, "chaos": _serving_chaos,
 }  # fmt: skip
-"""By the parts of `serving.py`."""
+"""By part of `serving.py`."""
 
 
 def _kept(found: dict[str, Any]) -> str:
-    """What was promised of this file, and what was found."""
+    """The promises of this file, and the results."""
     lines = [
         [one["promise"], f"{one['wanted']:g}", f"{one['found']:.2f}", "yes" if one["holds"] else "no"]
         for one in found["promises"]
@@ -802,7 +801,7 @@ def _kept(found: dict[str, Any]) -> str:
 
 
 def sources(found: dict[str, Any]) -> str:
-    """One line a stage: conversations a second of one core, and the highest memory of its process."""
+    """One line per stage: conversations per second of one core, and the peak memory of its process."""
     lines = [
         [name, f"{one['per_second_and_core']:,.0f}", f"{one['peak_bytes'] / 2**20:,.0f}", f"{one['count']:,}"]
         for name, one in found["stages"].items()
@@ -813,7 +812,7 @@ def sources(found: dict[str, Any]) -> str:
 
 
 def contamination(found: dict[str, Any]) -> str:
-    """One line a kind of pairs: how many there are, and the share that is right from texts and from stored hashes."""
+    """One line per kind of pairs: how many there are, and the share that is right from texts and from stored hashes."""
     texts, hashes = found["texts"], found["hashes"]
     lines = [
         [kind, str(count), *(f"{way['accuracy'][kind]:.3f}" for way in (texts, hashes))]
@@ -825,13 +824,13 @@ def contamination(found: dict[str, Any]) -> str:
 
 
 def regeneration(found: dict[str, Any]) -> str:
-    """What was promised of this file, and what was found."""
+    """The promises of this file, and the results."""
     made = f"`{found['command']}`, {found['seconds'] / 60:.0f} minutes, {found['made'][:10]}."
     return f"{made}\n\n{_promises(found)}"
 
 
 def versus_speculators(found: dict[str, Any]) -> str:
-    """One line a method: both trainers' paces, what products bound, and their peaks."""
+    """One line per method: both trainers' speeds, the bound set by products, and their peaks."""
     peaks = {row["kind"]: row["peak_bytes"] for row in found["memory"]}
     lines = [
         [row["kind"], *(f"{row['tokens_per_s'][way]:,.0f}" for way in ("ours", "uncounted", "one", "packed")),
@@ -934,7 +933,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "training": training, "versus_speculators": versus_speculators, "gate": gate, "replay": replay,
     "engines": engines, "llama_cpp": llama_cpp,
 }  # fmt: skip
-"""By the name of the result's file and of the marks."""
+"""By the name of the result file and of the markers."""
 
 if __name__ == "__main__":
     main()

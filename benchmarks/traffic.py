@@ -1,15 +1,15 @@
-"""Replays: how exactly calls are sent at 200 a second, what a call costs, and what became of every one when a server
+"""Replays: how precisely calls are sent at 200 per second, the cost of a call, and the fate of every call when a server
 dies.
 
     python benchmarks/traffic.py [--rate 200] [--seconds 60] [--out benchmarks/results/replay.json]
     python benchmarks/traffic.py --server URL[,URL] --log FILE [--rate R]       a server of one's own
 
-The stub server answers in a process of its own on the same machine: 8 pieces, 5 ms apart.  It notes when each call
-came, on the clock that the sender reads too, so the schedule is checked by who received the calls.  `outrider replay`
-is measured as it is, with its files; `waited_for_a_core_s` says how long it stood ready to send while others had the
-cores, which on a busy machine is most of its lateness.  `httpx`, and `h11` on asyncio's streams, are ways of reading
-that it does not use, on the same calls. The last run kills the server half way and starts it again.  A promise that is
-not kept, or could not be measured, is named and makes the exit code 1.
+The stub server answers in a separate process on the same machine: 8 pieces, 5 ms apart.  It notes when each call
+arrived, on the clock that the sender reads too, so the schedule is verified by the receiver.  `outrider replay` is
+measured as it is, with its files; `waited_for_a_core_s` is the time it was ready to send while others had the cores,
+which on a busy machine is most of its lateness.  `httpx`, and `h11` on asyncio's streams, are alternative readers that
+it does not use, on the same calls.  The last run kills the server halfway and restarts it.  A promise that is not kept,
+or could not be measured, is named and makes the exit code 1.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def shares(values_s: list[float]) -> dict[str, float]:
 
 
 def schedule(rate: float, count: int) -> dict[str, Any]:
-    """The run that counts: Poisson times, files written, each call's due time beside when the server had it."""
+    """The run that counts: Poisson times, files written, each call's due time compared with its arrival at the
+    server."""
     with tempfile.TemporaryDirectory() as place, stub("--remember") as (url, process):
         folder, plan = Path(place), Plan(rate=rate)
         trace = written(folder, count)
@@ -136,7 +137,7 @@ def schedule(rate: float, count: int) -> dict[str, Any]:
         stub_cpu = sum(map(int, Path(f"/proc/{process.pid}/stat").read_text().split()[13:15])) / os.sysconf(
             "SC_CLK_TCK"
         )
-        # perf_counter and monotonic are one clock on Linux; its zero is found from the first call
+        # perf_counter and monotonic are one clock on Linux; its zero is derived from the first call
         arrivals = [came[row["request_id"]] - due[row["call"]] for row in rows]
         starts = [row["sent_s"] - row["late_s"] - due[row["call"]] for row in rows]
     (endpoint,) = result.endpoints
@@ -159,14 +160,14 @@ def schedule(rate: float, count: int) -> dict[str, Any]:
 
 
 def memory(readings: list[int]) -> dict[str, int] | None:
-    """MiB, of readings in bytes; None where the run was too short for a quarter of it to be one."""
+    """MiB, from readings in bytes; None if the run was too short for a quarter of it to contain one."""
     if len(readings) < 4:
         return None
     return {"after_a_quarter": readings[len(readings) // 4] >> 20, "at_the_end": readings[-1] >> 20}
 
 
 def waited_s() -> float:
-    """How long this process stood ready to run and did not."""
+    """How long this process was ready to run but did not."""
     return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
@@ -176,7 +177,7 @@ def resident() -> int:
 
 
 def death(rate: float, count: int) -> dict[str, Any]:
-    """The server is killed half way and comes back a second later: where every call went."""
+    """The server is killed halfway and returns a second later: what happened to every call."""
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as place:
         url, process = stack.enter_context(stub())
         port = int(url.rpartition(":")[2])
@@ -202,13 +203,13 @@ def death(rate: float, count: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# ── the readers that were not taken ───────────────────────────────────────────────────────────────────────────────────
+# ── rejected readers ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 Reader = Callable[[str, bytes], Awaitable[None]]
 
 
 def reader(make: Callable[[], Reader], count: int, rate: float = 100.0) -> dict[str, float]:
-    """CPU of a call by one way of reading answers, at a rate that all of them can keep."""
+    """CPU time per call for one way of reading answers, at a rate that all of them can sustain."""
     body = json.dumps(
         {"model": "stub", "messages": [{"role": "user", "content": words("x", 100)}], "stream": True}
     ).encode()
@@ -281,8 +282,8 @@ READERS = {"httpx": by_httpx, "h11": by_h11, "outrider": by_our_own}
 
 
 GROWTH_MIB = 4
-"""That memory may grow from a quarter of the run to its end.  The numbers of 9,000 calls are half of one, their texts
-9."""
+"""Allowed memory growth in MiB from a quarter of the run to its end.  The numbers of 9,000 calls take 0.5 MiB, their
+texts 9 MiB."""
 
 
 def promises(found: dict[str, Any]) -> dict[str, bool]:

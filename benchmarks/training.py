@@ -1,17 +1,17 @@
-"""Training against a plain loop: tokens a second, peak memory, losses; and what a plan predicts against what is found.
+"""Training compared with a plain loop: tokens per second, peak memory, losses; and a plan's predictions against
+measurements.
 
     python benchmarks/training.py [--answers runs/demo-answers] [--steps 2] [--kinds dspark,dflash,eagle3]
         [--targets demo,wide] [--parts speed,memory,plan] [--out FILE]
 
 The plain loop, `plain_step`, is written here: texts padded to the longest of their batch, one attention mask over all
 drafted blocks, logits of all rows at once, their gradients kept until the end.  Both train the same weights on the same
-texts, whose order is random, one step of one after one of the other, and start again from equal weights, so that the
-losses of a step can be compared.  Every position is drafted from, so nothing that is drawn differs.  Seconds are the
-processor's, of one thread, which other work on the machine hardly changes; passes of the target are not among them.
-`products`: share of one of our steps in matrix products, which both loops need; `bound`: times the plain loop's pace if
-nothing else took time.
-`wide`: the first four of the demo target's layers with a random vocabulary of 150,000.  Peaks are of a process each,
-above what was in memory before a second step: weights, gradients, moments and the step's states.
+texts in random order, alternating single steps, and restart from equal weights, so that the losses of a step can be
+compared.  Every position is drafted from, so no random choice differs.  Seconds are CPU time of one thread, which other
+work on the machine hardly changes; passes of the target are not included.  `products`: share of one of our steps in
+matrix products, which both loops need; `bound`: speed-up over the plain loop if nothing else took time.  `wide`: the
+first four of the demo target's layers with a random vocabulary of 150,000.  Peaks are measured in a process each, above
+the memory in use before a second step: weights, gradients, moments and the step's states.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle3": {"kv_heads": 2, "ttt": 5},
 }
 LENGTH = {"demo": 192, "wide": 128}
-"""Most tokens of a text: of the wide vocabulary the plain loop needs gigabytes."""
+"""Maximum tokens per text: with the wide vocabulary the plain loop needs gigabytes."""
 BATCH = {"demo": 4, "wide": 2}
-"""Texts that the plain loop pads at once; a step has two such batches.  Ours has half of their tokens in memory."""
+"""Texts that the plain loop pads at once; a step has two such batches.  Ours holds half of their tokens in memory."""
 SIZES = (6, 12)
-"""Rows of the batches that a plan, which measures four and eight, is held against."""
+"""Rows of the batches against which a plan, which measures four and eight, is checked."""
 PLAN_TURNS = 2
 WIDE, LAYERS = 150_000, 4
 TIMES, SHARE, OFF, NOISE = 2.0, 0.4, 0.15, 1e-4
-"""Wanted: tokens a second against the plain loop's, peak memory against its, a plan's error, relative error of a
-loss."""
+"""Targets: tokens per second relative to the plain loop, peak memory relative to it, a plan's error, relative error of
+a loss."""
 
 
 def main() -> None:
@@ -134,11 +134,11 @@ class Bench:
         self.size = size
 
     def learner(self) -> tuple[DraftModel, Optimizers]:
-        model = copy.deepcopy(self.model, {id(self.target): self.target})  # which is shared
+        model = copy.deepcopy(self.model, {id(self.target): self.target})  # the target is shared
         return model, Optimizers(model, "adamw", self.target.spec.vocabulary, 0.0, torch.float32)
 
     def plain(self, step: int) -> list[Batch]:
-        """Two batches of texts in a random order, each padded to its longest."""
+        """Two batches of texts in random order, each padded to its longest."""
         return [self._batch([[i] for i in range(n * self.size, (n + 1) * self.size)]) for n in (2 * step, 2 * step + 1)]
 
     def packed(self, step: int) -> list[Batch]:
@@ -166,7 +166,7 @@ class Bench:
             ended = time.process_time()
             losses.append([ours, plain])
             errors.append(abs(ours - plain) / abs(plain))
-            if step:  # the first one warms up
+            if step:  # the first one is a warm-up
                 seconds["ours"].append(between - began)
                 seconds["plain"].append(ended - between)
                 tokens += sum(int((batch.documents > 0).sum()) for batch in packed)
@@ -184,7 +184,7 @@ class Bench:
         }  # fmt: skip
 
     def share_of_products(self, model: DraftModel, optimizer: Optimizers, step: int) -> float:
-        """Of the seconds of one of our steps: matrix products, which both loops need."""
+        """Share of one of our steps spent in matrix products, which both loops need."""
         batches = self.packed(step)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             optimise(model, optimizer, batches, self.config, step, False)
@@ -209,7 +209,7 @@ def plain_attention() -> Any:
 
 
 def plain_step(model: DraftModel, optimizer: Optimizers, batches: Sequence[Batch], config: Config, step: int) -> float:
-    """The step as it is usually written.  Returns its loss."""
+    """The step in its usual form.  Returns its loss."""
     optimizer.zero_grad()
     total = weight = 0.0
     for batch in batches:
@@ -276,8 +276,8 @@ def one_peak(answers: Path, name: str, kind: str, way: str, rows: str = "") -> A
 
 
 def planned(answers: Path, name: str, kind: str) -> list[dict[str, Any]]:
-    """What two small measured steps predict of larger ones, and what these take; by turns, of which the least counts,
-    since a machine's neighbours come and go."""
+    """Predictions of two small measured steps for larger ones, and the measured times; interleaved, and the minimum
+    counts, since other programs on the machine come and go."""
     turns = [
         (in_a_process(answers, name, kind, "plan"),
          {str(rows): in_a_process(answers, name, kind, "rows", str(rows)) for rows in SIZES})
@@ -300,7 +300,7 @@ def prediction(bench: Bench) -> dict[str, Any]:
 
 
 def real_step(bench: Bench, rows: int) -> dict[str, Any]:
-    """A step over so many rows of texts, other ones than the plan's."""
+    """A step over this many rows of texts, other than the plan's."""
     texts = range(len(bench.texts) // 2, len(bench.texts))
     lengths = [len(bench.texts[i].tokens) for i in texts]
     batch, (model, optimizer) = bench._batch(packed(texts, lengths, rows * max(lengths))[0]), bench.learner()

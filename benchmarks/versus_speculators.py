@@ -1,21 +1,22 @@
-"""Training against the trainer of `speculators`: the same weights on the same states, losses, tokens a second, memory.
+"""Training compared with the trainer of `speculators`: the same weights on the same states, losses, tokens per second,
+memory.
 
     python benchmarks/versus_speculators.py --install
     benchmarks/engines/.speculators/bin/python benchmarks/versus_speculators.py
         [--answers runs/demo-answers] [--steps 3] [--kinds eagle3,dflash] [--parts speed,memory] [--out FILE]
 
-`--install` makes an environment of its own that sees this one's packages, and puts `speculators` beside them without
-its torchvision and torchaudio, which are not for CPUs here.  A draft model of ours is exported to its layout and loaded
-by its own class; both learn from the same eight texts of the demo target's answers, every position, features in memory,
-float32, AdamW, one step of one after one of the other.  The divergence at every depth is compared before.
+`--install` creates a separate environment that sees this one's packages, and adds `speculators` without its torchvision
+and torchaudio, which are not available for CPUs here.  One of our draft models is exported to its layout and loaded by
+its own class; both learn from the same eight texts of the demo target's answers, every position, features in memory,
+float32, AdamW, alternating single steps.  The divergence at every depth is compared first.
 
-Ours has the tokens of one text in memory at once (`train.tokens`).  Its ways: `one`, a text a forward, and `packed`,
-all texts in one, as its data loader joins them; its rows at a text's end then learn from the next text, so losses are
-compared for `one` alone.  `sdpa` attention and its eager losses, since its own attention and its fused losses are not
-for CPUs; its steps are its trainer's, without the wait for a GPU.  Both count acceptance; `uncounted` is ours without,
-as 19 of 20 steps of a training are.  Seconds are the processor's, of one thread.  `products`: share of a step in matrix
-products, which both must do; `bound`: its seconds over ours if our step had nothing else.  Peaks are of a process each,
-above what was in memory before a second step.
+Ours holds the tokens of one text in memory at once (`train.tokens`).  Its modes: `one`, one text per forward, and
+`packed`, all texts in one, as its data loader joins them; rows at a text's end then learn from the next text, so losses
+are compared for `one` alone.  `sdpa` attention and its eager losses, since its own attention and its fused losses do
+not run on CPUs; its steps are its trainer's, without the wait for a GPU. Both count acceptance; `uncounted` is ours
+without, as in 19 of 20 steps of a training.  Seconds are CPU time of one thread.  `products`: share of a step in matrix
+products, which both must do; `bound`: its seconds over ours if our step did nothing else.  Peaks are measured in a
+process each, above the memory in use before a second step.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 TEXTS, LENGTH = 8, 192
 TIMES, PACKED_TIMES, SHARE, NOISE = 2.5, 4.0, 1.0, 1e-4
-"""Wanted: its seconds over ours, in its best way and packed; our memory over its; relative error of a divergence."""
+"""Targets: its seconds over ours, in its best mode and packed; our memory over its; relative error of a divergence."""
 
 
 def main() -> None:
@@ -69,7 +70,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--kinds", default=",".join(SETTINGS))
     parser.add_argument("--parts", default="speed,memory")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # kind and way whose memory is measured in this process
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # kind and mode whose memory is measured in this process
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.install:
@@ -91,13 +92,13 @@ def main() -> None:
 
 
 def install() -> None:
-    """An environment whose packages come after these, for what is missing alone."""
+    """Create an environment that also sees these packages, and install only what is missing."""
     import site
     import venv
 
     venv.create(PLACE, with_pip=True)
     [libraries] = PLACE.glob("lib/python*/site-packages")
-    # as site folders, whose own .pth files count
+    # added as site folders, so that their own .pth files count
     lines = [f"import site; site.addsitedir({folder!r})\n" for folder in site.getsitepackages()]
     (libraries / "beneath.pth").write_text("".join(lines))
     subprocess.run([PLACE / "bin" / "python", "-m", "pip", "install", "-q", "--no-deps", *PACKAGES], check=True)
@@ -118,10 +119,10 @@ class Pair:
         texts = [Answer(text.id, text.tokens, [(1, len(text.tokens))]) for text in bench.texts[: 4 * TEXTS]]
         bench.budget = LENGTH
         common = {"batch": TEXTS, "length": LENGTH, "budget": LENGTH}
-        bench.source = LiveFeatures(bench.target, texts, bench.model.taps, **common)  # every token is one to learn
+        bench.source = LiveFeatures(bench.target, texts, bench.model.taps, **common)  # every token is learned
         bench.texts, bench.size = texts, TEXTS // 2
         for text in range(len(texts)):
-            bench._batch([[text]])  # so that the target's passes are over
+            bench._batch([[text]])  # so that the target's passes are done
         self.config = Config(steps=100, loss={"kl": 1.0}, dtype="float32", optimizer="adamw", lr=1e-4, batch=TEXTS)
         self.mine, self.own = bench.learner()
         self.model = theirs(bench.model, bench.target)
@@ -131,11 +132,11 @@ class Pair:
         optimise(self.mine, self.own, self.bench.packed(step % 4), self.config, step, is_counted)
 
     def uncounted(self, step: int) -> None:
-        """As our trainer's steps are between two lines of its log."""
+        """As our trainer's steps between two lines of its log."""
         self.ours(step, False)
 
     def one(self, step: int) -> None:
-        """A text a forward; their gradients are added up, and the optimiser steps once."""
+        """One text per forward; their gradients are accumulated, and the optimiser steps once."""
         self._step([[i] for i in self._texts(step)])
 
     def packed(self, step: int) -> None:
@@ -155,7 +156,7 @@ class Pair:
         {name: float(value) for name, value in metrics.items()}  # as its trainer logs them
 
     def given(self, texts: Sequence[int]) -> dict[str, Any]:
-        """What its model takes, as its data loader makes it: texts one after the other, documents numbered."""
+        """Inputs of its model, as its data loader builds them: texts one after the other, documents numbered."""
         from speculators.losses import resolve_loss_config
 
         parts = [self._part(self.bench._batch([[i]]), number) for number, i in enumerate(texts)]
@@ -166,13 +167,13 @@ class Pair:
         return joined | loss | {"max_anchors": self.bench.model.config.anchors * len(texts)}
 
     def _part(self, batch: Batch, number: int) -> dict[str, Tensor]:
-        """One text.  EAGLE-3 reads a token beside the state before it."""
+        """One text.  EAGLE-3 reads a token along with the state before it."""
         tokens, taps, hidden = batch.tokens[0], batch.taps[0].flatten(1), batch.hidden[0]
         mask, positions = batch.loss_mask[0].clone(), torch.arange(len(tokens))
         if self.kind == "eagle3":
             tokens, taps, hidden, positions = tokens[1:], taps[:-1], hidden[1:], positions[1:]
             mask = torch.ones(len(tokens), dtype=torch.bool)
-            mask[-1] = False  # nothing followed it
+            mask[-1] = False  # nothing follows it
         return {
             "hidden_states": taps, "input_ids": tokens, "loss_mask": mask, "verifier_last_hidden_states": hidden,
             "document_ids": torch.full((len(tokens),), number), "position_ids": positions,
@@ -180,7 +181,7 @@ class Pair:
 
     @torch.no_grad()
     def divergences(self, text: int = 0) -> dict[str, list[float]]:
-        """Mean divergence by depth over one text, of both."""
+        """Mean divergence by depth over one text, for both."""
         if self.kind == "eagle3":
             rows = self.bench.model.predict(self.bench._batch([[text]]))
             _, _, metrics = self.model(**self.given([text]))
@@ -192,7 +193,7 @@ class Pair:
         _, logits, targets, mask, _ = self.model._backbone_forward(**given)
         is_learnt = mask[0].view(-1, block).bool()
         each = divergence(logits[0], targets[0]).view(-1, block)[is_learnt[:, 1]].mean(0)
-        anchors, settings.__dict__["anchors"] = settings.anchors, LENGTH  # all: which are drawn does not matter
+        anchors, settings.__dict__["anchors"] = settings.anchors, LENGTH  # all, so nothing is random
         try:
             rows = self.bench.model.predict(self.bench._batch([[text]]))
         finally:
@@ -210,7 +211,7 @@ class Pair:
             for way, act in ways.items():
                 began = time.process_time()
                 act(step)
-                if step:  # the first one warms up
+                if step:  # the first one is a warm-up
                     seconds[way].append(time.process_time() - began)
         products = {way: share_of_products(act) for way, act in ways.items()}
         ratios = {
@@ -230,7 +231,7 @@ class Pair:
 
 
 def theirs(model: Any, target: Any) -> Any:
-    """The same weights in their own class, from the files that we export."""
+    """The same weights in their own class, loaded from the files we export."""
     from safetensors.torch import load_file
     from speculators.models.dflash.core import DFlashDraftModel
     from speculators.models.eagle3.core import Eagle3DraftModel
@@ -248,7 +249,7 @@ def theirs(model: Any, target: Any) -> Any:
         found = kind(config=config)
         found.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
     found.load_verifier_weights()
-    found.verifier_norm = torch.nn.Identity()  # our states come after the target's norm
+    found.verifier_norm = torch.nn.Identity()  # our states are taken after the target's norm
     return found.float().train()
 
 
@@ -259,7 +260,7 @@ def divergence(draft: Tensor, target: Tensor) -> Tensor:
 
 
 def by_depth(rows: Any, blocks: int | None) -> list[float]:
-    """Mean divergence of our rows by depth; blocks: of so many after the first, which it does not draft."""
+    """Mean divergence of our rows by depth; blocks: only this many, after the first, which it does not draft."""
     sums: dict[int, list[float]] = {}
     for draft, target, part in rows.chunks(10**12):
         numbers = {block: n for n, block in enumerate(sorted(set(rows.block[part].tolist())))}
@@ -271,7 +272,7 @@ def by_depth(rows: Any, blocks: int | None) -> list[float]:
 
 
 def share_of_products(act: Callable[[int], None]) -> float:
-    """Of the seconds of a step: matrix products."""
+    """Share of a step's seconds spent in matrix products."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         act(1)
     parts = {one.key: one.self_cpu_time_total for one in profile.key_averages()}
@@ -284,7 +285,7 @@ def in_a_process(kind: str, way: str, answers: Path) -> int:
 
 
 def peak(pair: Pair, way: str) -> int:
-    """Highest memory of a second step above what was there before it."""
+    """Peak memory of a second step above the level before it."""
     act = getattr(pair, way)
     act(0)
     peak_memory.reset(pair.bench.target.device)

@@ -1,7 +1,7 @@
 """Continue token ids greedily with vLLM and record how much of each draft was accepted; runs inside the engine's own
 environment.
 
-VENV/bin/python vllm.py JOB.json ANSWER.json
+    VENV/bin/python vllm.py JOB.json ANSWER.json
 
 JOB: {target, speculative (None, or vLLM's speculative config), prompts [[id]], max_new_tokens, slots, prefix_caching,
 dtype, mend, stages}. mend: names of this engine's own faults to work around, as in `mend_dflash`.  stages: record the
