@@ -87,7 +87,7 @@ class Method:
     needs: tuple[tuple[str, str, Any], ...] = ()
     """Settings that a draft must have: our name, the key in config.json, the value."""
     in_anchor: str | None = None
-    """The engine's name for it if it also drafts in the anchor's slot, if different."""
+    """The engine's name for it when it also drafts in the anchor's slot; None if it is the same."""
     in_target: bool = False
     """The exported file holds the target too."""
     flag: str | None = None
