@@ -181,9 +181,7 @@ def located(path: str | Path, overrides: Iterable[str] = ()) -> Iterator[None]:
     except ConfigError as error:
         lines = _lines(path)
         changed = [item.partition("=")[0] for item in overrides]
-        raise ConfigError(
-            "\n".join(_located(part, path, lines, changed) for part in str(error).splitlines())
-        ) from None
+        raise ConfigError("\n".join(_located(part, path, lines, changed) for part in str(error).splitlines())) from None
 
 
 def _lines(path: str | Path) -> dict[str, int]:

@@ -73,7 +73,7 @@ def test_a_file_is_answered_into_another_with_a_report(stub: tuple[str, Ledger],
     assert outrider_with(*words, "--json", "report.json") == 1
     out, _ = said()
     assert "6 prompts, 0 answered before; model stub, answers in out.jsonl" in out
-    assert "RefusedError: HTTP 400: told to answer 400" in out and "the same command asks again" in out
+    assert "RefusedError: HTTP 400: told to answer 400" in out and "rerun the same command" in out
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["answered"], len(report["failed"]), report["usage"]["attempts"]) == (5, 1, 11)
     assert (report["cost"], report["currency"]) == ("0.000405", "EUR")

@@ -38,7 +38,7 @@ def test_samples_show_what_trains(folder: Path, tmp_path: Path, capsys: pytest.C
     assert "«답 0<|end|>»" in shown and "«답 1<|end|>»" in shown and "답 2" not in shown
     assert "<|user|>질문 0<|end|>" in shown and "k0: " in shown
     assert outrider_with("prepare", "tiny.yaml", "--look", "1") == 0
-    assert "the target's answer follows" in capsys.readouterr().out
+    assert "the target's answer will follow" in capsys.readouterr().out
     assert tree(tmp_path) == before
     assert outrider_with("prepare", "tiny.yaml") == 0
     capsys.readouterr()
@@ -61,7 +61,7 @@ def test_much_is_not_written_unasked(folder, tmp_path, monkeypatch, capsys):
         if answer:
             console.confirm("12 GB will be written")
         else:
-            with pytest.raises(ConfigError, match="nothing is written"):
+            with pytest.raises(ConfigError, match="nothing was written"):
                 console.confirm("12 GB will be written")
 
 
@@ -73,7 +73,7 @@ def test_a_preview_says_what_features_cost(folder: Path, tmp_path: Path, monkeyp
     inputs = check(settings, ["prepare", "train"])
     tokens = cost.tokens_of(settings, inputs)
     assert tokens.answers == 6 * 16
-    assert tokens.given == sum(len(one.messages[0]["content"]) for one in inputs.conversations), "a token a byte"
+    assert tokens.source == sum(len(one.messages[0]["content"]) for one in inputs.conversations), "a token a byte"
     assert found["train", "tokens to read, at most"] == tokens.all
     assert found["train", "features live: disk, at most"] == 0
     assert found["train", "features cached: disk, at most"] > 0

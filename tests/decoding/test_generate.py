@@ -135,7 +135,7 @@ def test_a_drafter_of_another_shape_is_refused(target, oracle, monkeypatch):
     with pytest.raises(DrafterError, match="layer 4"):
         generate(target, [1, 2], oracle, max_new_tokens=3)
     small, large = load_target(tiny_model()), load_target(tiny_model(hidden_size=64))
-    with pytest.raises(DrafterError, match="hidden states of 32 numbers.*have 64"):
+    with pytest.raises(DrafterError, match="hidden states of size 32.*have 64"):
         generate(large, [1, 2], load_drafter("dflash", small), max_new_tokens=3)
 
 

@@ -45,7 +45,7 @@ def build(config, target): ...
 
 @pytest.mark.parametrize("kind", own())
 def test_what_is_read_is_what_the_file_says(kind: str) -> None:
-    """Catches a METHOD that is not of literals alone, or is read from another file."""
+    """Catches a METHOD that is not of only literals, or is read from another file."""
     assert method(kind) == vars(find(kind)).get("METHOD", Method())
 
 
@@ -76,7 +76,7 @@ def test_a_method_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("METHOD = Method(tokens=three)", "METHOD of .*wrong can't be read .*literals alone"),
+        ("METHOD = Method(tokens=three)", "METHOD of .*wrong can't be read .*only literals"),
         ("METHOD = Method(tokns=3)", "METHOD of .*wrong is not valid: .*tokns"),
         ("def (", "can't be read .SyntaxError"),
     ],

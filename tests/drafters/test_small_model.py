@@ -196,7 +196,7 @@ def test_what_cannot_be_trained_is_said(target, talker, folder, tmp_path, caplog
     tiny_model(vocab_size=261).save_pretrained(tmp_path / "mute")
     with pytest.raises(DrafterError, match=r"has the tokenizer None, the target .* can't be trained"):
         MODULE.Model(MODULE.Config(model=str(tmp_path / "mute")), talker)
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="set one of them"):
         build(MODULE.Config, {"model": str(folder), "new": NEW})
     for wrong, said in (({"heads": 3, "kv_heads": 2}, "not a multiple"), ({"head_dim": 7}, "even")):
         with pytest.raises(DrafterError, match=said):

@@ -211,7 +211,7 @@ def test_names_and_keys_of_a_gguf_file_are_llama_cpps(bpe, tmp_path) -> None:
 def test_what_an_engine_can_not_draft_is_not_written(bpe, tmp_path) -> None:
     """Catches a file that llama.cpp refuses when it is loaded, and a block whose first row engines do not read."""
     wide = checkpoint_of(bpe, tmp_path / "wide", candidates=6)
-    with pytest.raises(ExportError, match="has room for 5 at most; train with candidates: 5"):
+    with pytest.raises(ExportError, match="which fits 5; train with candidates: 5"):
         export_folder(wide, "gguf", tmp_path / "out", bpe)
     anchored = checkpoint_of(bpe, tmp_path / "anchored", anchor_predicts=True)
     for format in ("sglang", "speculators", "gguf"):

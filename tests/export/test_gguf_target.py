@@ -53,7 +53,7 @@ def test_the_command_line_writes_a_target(bpe, tmp_path, capsys):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.gguf", "outrider.json"}
     assert json.loads((tmp_path / "said.json").read_text())["kind"] == "target"
     assert outrider_with("export", folder, "--to", "vllm", "--out", str(tmp_path / "two")) == 2
-    assert "is a target, which vllm reads as it is" in " ".join(capsys.readouterr().err.split())
+    assert "is a target, which vllm reads unchanged" in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_llama_cpp_would_tokenise_otherwise_is_refused(bpe, tmp_path):

@@ -25,7 +25,7 @@ UNITS = re.compile(
     r"\b(tokens?|steps?|nodes?|slots?|layers?|heads?|prompts?|answers?|conversations|texts?|passes|blocks?|positions|rollouts|"
     r"anchors|queries|children|successors|levels|depths?|n-grams?|tenants|guesses|modules|seconds|minutes|share|probability|"
     r"rank|width|weighs?|weights?|id|seed|temperatures?|rate|times|how often|number|base|norm|units?|"
-    r"processes|nearly|bound)\b",
+    r"processes|nearly|bound|rows|channels|bytes|size|port|noise|connections|requests)\b",
     re.IGNORECASE,
 )
 """Words that say what a number counts or measures."""

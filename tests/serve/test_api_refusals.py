@@ -266,7 +266,7 @@ def test_paths_and_methods_that_there_are_not(server):
         assert (answer.status_code, error_of(answer)["code"]) == (404, "unknown_path")
     answer = httpx.get(f"{server.url}/v1/completions")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
-    assert "it takes POST" in error_of(answer)["message"]
+    assert "it accepts POST" in error_of(answer)["message"]
 
 
 def test_an_unexpected_failure_tells_nothing(server, monkeypatch):

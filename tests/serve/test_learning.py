@@ -157,7 +157,7 @@ def test_a_swap_in_the_middle_of_texts_changes_none(target, prompts, drafter_of,
 def test_a_drafter_of_another_shape_is_refused(target, drafter_of):
     with (
         Engine(target, drafter_of(Case("dspark")), slots=2, length=64) as engine,
-        pytest.raises(ConfigError, match=r"can't replace one like .*; restart to use it"),
+        pytest.raises(ConfigError, match=r"can't replace one like .*; restart the server with it"),
     ):
         engine.replace(drafter_of(Case("medusa")))
 

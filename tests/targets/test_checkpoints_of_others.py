@@ -150,7 +150,7 @@ def test_an_adapter_alone_says_what_its_base_is(adapter: tuple[Path, list[int], 
     for read in (load_target, sketch, anatomy):
         with pytest.raises(TargetError, match=r"is an adapter.*adapter: "):
             read(str(adapter[0]))
-    with pytest.raises(ConfigError, match="no folder with an adapter_config.json"):
+    with pytest.raises(ConfigError, match="is not a folder with an adapter_config.json"):
         load_target("demo", adapter=tmp_path)
     with pytest.raises(ConfigError, match="can't be used with tensor_parallel 2"):
         load_target("demo", adapter=adapter[0], tensor_parallel=2)

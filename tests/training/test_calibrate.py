@@ -93,7 +93,7 @@ def test_what_is_watched_is_what_was_kept(talker: TransformersTarget):
     text = generate(talker, [prompt], max_new_tokens=6)[0].tokens
     found = calibrate.watch(talker, Foretold(text, 2), [prompt], max_new_tokens=6, temperature=0.0)
     assert found.survived.tolist() == [[True, True, False], [True, True, False]]
-    assert found.known.tolist() == [[True, True, True], [True, True, False]]
+    assert found.is_drafted.tolist() == [[True, True, True], [True, True, False]]
     assert found.confidence[0].tolist() == pytest.approx([0.9, 0.8, 0.7])
 
 
@@ -105,7 +105,7 @@ def test_a_text_that_ends_hides_what_stands_behind(talker: TransformersTarget, m
     assert text[0] != text[1]
     found = calibrate.watch(talker, Foretold(text, 3), [prompt], max_new_tokens=6, temperature=0.0)
     assert found.survived.tolist() == [[True, True, False]]
-    assert found.known.tolist() == [[True, True, False]]
+    assert found.is_drafted.tolist() == [[True, True, False]]
 
 
 @pytest.fixture
@@ -226,10 +226,10 @@ def test_a_training_calibrates_itself_once_and_the_verb_again(folder, tmp_path, 
     write_run_file(tmp_path / "tiny.yaml", folder, train=train, evaluate={"tasks": ["asked.jsonl"]})
     outrider("prepare", "tiny.yaml")
     place = tmp_path / "runs/tiny/checkpoint"
-    assert "scaled on" in outrider("train", "tiny.yaml")
+    assert "fitted on" in outrider("train", "tiny.yaml")
     first = checkpoint.manifest_of(place)
     assert len(first["calibration"]["temperatures"]) == 3
-    assert "scaled on" not in outrider("train", "tiny.yaml")
+    assert "fitted on" not in outrider("train", "tiny.yaml")
     assert checkpoint.manifest_of(place) == first
     said = json.loads(outrider("calibrate", str(place), "--prompts", "asked.jsonl", "--count", "4", "--json", "-"))
     assert said == checkpoint.manifest_of(place)["calibration"] != first["calibration"]
