@@ -1,4 +1,4 @@
-"""A floor imports only floors beneath: the contracts in pyproject.toml, run with the tests."""
+"""A layer imports only the layers beneath it: the contracts in pyproject.toml, run with the tests."""
 
 import ast
 import re
