@@ -25,6 +25,7 @@ from outrider.nn import blocks, draft_model, draft_vocabulary, heads, masks
 from outrider.nn.blocks import Attend, BlockAttention, ContextLayer, FusedTaps, RMSNorm, attending, rotary
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.draft_vocabulary import DraftVocabulary
+from outrider.nn.drafting import trees
 from outrider.nn.drafting.block_drafter import BlockDrafter
 from outrider.nn.drafting.block_rows import BlockRows, prefix_tokens, sample_prefix_lengths
 from outrider.nn.masks import MaskedModule, MaskToken, with_mask
@@ -172,7 +173,7 @@ class BlockModel(DraftModel):
     @property
     def sources(self) -> tuple[ModuleType, ...]:
         """All modules with code that a compiled pass runs."""
-        shared = (blocks, masks, draft_model, draft_vocabulary, heads, sys.modules[__name__])
+        shared = (blocks, masks, draft_model, draft_vocabulary, heads, trees, sys.modules[__name__])
         return (*shared, sys.modules[type(self).__module__], *self.code)
 
     @property
