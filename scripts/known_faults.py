@@ -1375,7 +1375,11 @@ FAULTS = [
     ),
     fault(
         "the roofline reads a text's cache once per drafted row",
-        ("pass_of", "batch * model.cache_bytes(context)", "every * model.cache_bytes(context)"),
+        ("_attention_s", "reading = batch * layers", "reading = batch * rows * layers"),
+    ),
+    fault(
+        "a plan hides all of a pass's products behind reading its weights, which promises twice what is served",
+        ("pass_of", "reading + multiplying * efficiency.matmuls / efficiency.few_matmuls", "max(reading, multiplying)"),
     ),
     fault(
         "a probe replays sampled requests greedily",

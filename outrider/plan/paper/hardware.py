@@ -33,11 +33,29 @@ class Efficiency(NamedTuple):
     bandwidth: float
     """Share of the sheet's bandwidth."""
     matmuls: float
-    """Share of the sheet's operations per second."""
+    """Share of the sheet's operations per second, with many rows."""
+    few_matmuls: float
+    """The same with few rows, whose products are hardly hidden behind their reading."""
     training: float
     """Share of the sheet's operations per second in training."""
     layer_s: float
-    """Fixed seconds of a layer."""
+    """Fixed seconds of a layer with few rows."""
+    many_layer_s: float
+    """The same with many rows: more and smaller kernels."""
+    few_bandwidth: float
+    """Share of the sheet's bandwidth at which attention of few rows reads keys and values."""
+    few_attention: float
+    """Share of the sheet's operations per second of attention of few rows."""
+    few_column_s: float
+    """Seconds per token of a text and layer that attention of few rows takes, however many texts there are."""
+    attention_s: float
+    """Fixed seconds of attention of many rows, per layer; the next three are of many rows too."""
+    matrix_attention: float
+    """Share of the sheet's operations per second of attention as two matrix products."""
+    many_column_s: float
+    """As `few_column_s`."""
+    many_bandwidth: float
+    """As `few_bandwidth`, with several rows per text."""
     step_s: float
     """Seconds of a step outside its pass: scheduling, sampling."""
     cycle_s: float

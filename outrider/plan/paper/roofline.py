@@ -8,10 +8,18 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from outrider.plan.paper.anatomy import Anatomy
+from outrider.plan.paper.anatomy import Anatomy, Attention
 from outrider.plan.paper.hardware import Place
 
 Bound = Literal["memory", "compute", "launch"]
+FEW_ROWS = 32
+"""Most rows of a pass, over all texts, for which products and attention have kernels of their own
+(`outrider.kernels.gpu.FEW`); beyond, they are torch's."""
+MATRIX_TEXTS = 4
+"""Most texts whose attention over several rows is two matrix products (`targets.hf.gpu_attention.FEW_HEADS`, divided by
+the usual eight heads of keys)."""
+OVERLAP = 3.5
+"""Exponent with which the times of reading and of multiplying combine; infinite if one were hidden behind the other."""
 
 
 class Pass(NamedTuple):
@@ -42,20 +50,42 @@ def weights_read(model: Anatomy, rows: float) -> float:
 def pass_of(model: Anatomy, place: Place, batch: float, rows: float, context: float) -> Pass:
     """A pass over `batch` texts of `context` tokens with `rows` rows each.  A text's cache is read once for all its
     rows."""
-    all_rows = batch * rows
+    efficiency, all_rows = place.efficiency, batch * rows
     weights, cache = weights_read(model, all_rows), batch * model.cache_bytes(context)
     products = 2 * model.active * all_rows
     attended = all_rows * sum(layers.flops * layers.attended(context) for layers in model.attention)
     kind = model.expert_weight.matmul if model.experts else model.weight.matmul
-    layers = weights / place.bandwidth, products / place.flops(kind)
-    attention = cache / place.bandwidth, attended / place.flops("bf16")
-    work = max(layers) + max(attention)
-    overhead = model.layers * place.efficiency.layer_s
+    reading, multiplying = weights / place.bandwidth, products / place.flops(kind)
+    is_few = all_rows <= FEW_ROWS
+    if is_few:
+        work = reading + multiplying * efficiency.matmuls / efficiency.few_matmuls
+    else:  # near saturation neither is hidden behind the other
+        work = (reading**OVERLAP + multiplying**OVERLAP) ** (1 / OVERLAP)
+    attention = sum(_attention_s(place, layers, batch, rows, context) for layers in model.attention)
+    overhead = model.layers * (efficiency.layer_s if is_few else efficiency.many_layer_s)
     if place.devices > 1:
-        overhead += 2 * model.layers * place.efficiency.exchange_s
-    is_memory = layers[0] + attention[0] >= layers[1] + attention[1]
-    bound: Bound = "launch" if overhead > work else "memory" if is_memory else "compute"
-    return Pass(work + overhead, weights + cache, products + attended, bound)
+        overhead += 2 * model.layers * efficiency.exchange_s
+    bound: Bound = "launch" if overhead > work + attention else "memory" if reading >= multiplying else "compute"
+    return Pass(work + attention + overhead, weights + cache, products + attended, bound)
+
+
+def _attention_s(place: Place, layers: Attention, batch: float, rows: float, context: float) -> float:
+    """Seconds of attention in all of these layers, by the kernel that is used for a pass of this size."""
+    efficiency, columns = place.efficiency, layers.attended(context)
+    reading = batch * layers.cache_bytes * columns / place.bandwidth
+    operations = batch * rows * layers.flops * columns / place.flops("bf16") * efficiency.matmuls
+    if batch * rows <= FEW_ROWS:  # the kernel for few rows walks a text's columns in one go
+        waiting = layers.layers * columns * efficiency.few_column_s
+        return (
+            reading * efficiency.bandwidth / efficiency.few_bandwidth + operations / efficiency.few_attention + waiting
+        )
+    fixed = layers.layers * efficiency.attention_s
+    if rows == 1:
+        return fixed + reading
+    if batch <= MATRIX_TEXTS:  # as two matrix products, with all scores in memory
+        return fixed + operations / efficiency.matrix_attention
+    waiting = layers.layers * columns * efficiency.many_column_s
+    return fixed + max(waiting, reading * efficiency.bandwidth / efficiency.many_bandwidth)
 
 
 def prefill_seconds(model: Anatomy, place: Place, tokens: float) -> float:
