@@ -1,16 +1,19 @@
-"""Every method that trains, on the demo target: tokens per step, acceptance by depth, speed-up, over methods and seeds.
+"""Every method that trains: tokens per step on held-out prompts after equal minutes or equal steps, over seeds.
 
-    python benchmarks/methods.py [--only dspark,dflash] [--seeds 0,1,2] [--column minutes,steps] [--table]
+    python benchmarks/methods.py --target smollm2 --minutes 15,60 [--only 'dflash;dflash2'] [--seeds 0,1,2]
+    python benchmarks/methods.py --target demo [--minutes 3 | --steps 160]
+    python benchmarks/methods.py --table --out benchmarks/results/methods.json
 
-A cell is a method, a seed and a column.  Column `minutes`: as many optimiser steps as fit into the same minutes of one
-core, timed once and reused for the method's other seeds; column `steps`: the same number of steps for all.  Data,
-batch, optimiser and prompts are the same, settings are the recipes'; each cell is a line of results/methods.jsonl, so a
-stopped run resumes, and two may run at the same time on different methods.  Time is the process's own CPU time, which
-excludes other work; no cell sees its prompts in training.  Measured in interleaved runs of a few methods, at
-temperatures 0 and 1, against `generate` and plain decoding.
+A cell is a target, a method, a budget and a seed; results/methods.jsonl has one per line, with the tokens and steps of
+every prompt.  A stopped training is resumed, cells that are there are not run again, and several commands may run at
+the same time on different methods.
 
-The table covers all cells: mean and spread over seeds, and every comparison of two methods as a ratio of tokens per
-step with its 95 % interval, from a bootstrap over seeds and, within them, prompts that both have.
+Minutes are planned: as many optimiser steps as fit, by the CPU seconds in results/rates.json, which are measured once
+per method and kept, so that other work on the machine changes no cell.  Data, batch, optimiser and prompts of a target
+are the same for all; drafts are verified in full, with `generate`.  Only counts are kept.
+
+The table has mean and spread over seeds, and every comparison of two methods as a ratio of tokens per step with its
+95 % interval, from a bootstrap over seeds and, within them, prompts that both have.
 """
 
 from __future__ import annotations
@@ -20,44 +23,38 @@ import itertools
 import json
 import os
 import random
-import shutil
+import re
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from batch_time import write
 
-from outrider import load_drafter, load_target
-from outrider.checkpoint import load_model
-from outrider.data.answers import regenerate
-from outrider.data.answers.store import read_answers
-from outrider.data.features.live import LiveFeatures
-from outrider.data.sources import conversations
-from outrider.drafters import find
-from outrider.measure.config import Config as MeasureConfig
-from outrider.measure.record import Entry
-from outrider.measure.run import measure
-from outrider.nn.draft_model import Batch
-from outrider.report.schema import Row
-from outrider.runs.file import RunConfig, load
-from outrider.targets.hf.transformers import TransformersTarget
-from outrider.training.trainer import train
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-HERE = Path(__file__).resolve().parent
-RECIPES, CELLS, RUNS = HERE.parent / "recipes", HERE / "results" / "methods.jsonl", HERE.parent / "runs" / "methods"
+from benchmarks.batch_time import write  # noqa: E402
+from outrider import generate, load_target  # noqa: E402
+from outrider.checkpoint import load_model, manifest_of  # noqa: E402
+from outrider.data.answers.store import ANSWERS, iterate_answers  # noqa: E402
+from outrider.drafters import method  # noqa: E402
+from outrider.loading import with_settings  # noqa: E402
+from outrider.measure.tasks.names import INSTRUCTIONS, prompts  # noqa: E402
+from outrider.measure.tasks.prompts import as_tokens  # noqa: E402
+from outrider.runs import stages  # noqa: E402
+from outrider.runs.file import RunConfig, load  # noqa: E402
+from outrider.runs.forecast import budget  # noqa: E402
+from outrider.targets.hf.transformers import TransformersTarget  # noqa: E402
+
+RECIPES, RESULTS = ROOT / "recipes", ROOT / "benchmarks" / "results"
+CELLS, RATES = RESULTS / "methods.jsonl", RESULTS / "rates.json"
 MINUTES, STEPS = 3.0, 160
-"""Minutes of one core for the first column; optimiser steps for the second."""
-BATCH = 8
-"""Texts per step, overriding the recipe."""
-COLUMNS = ("minutes", "steps")
-TOGETHER = 8
-"""Methods measured in one run, so that an interrupted run keeps what it measured before."""
+"""Of the demo target's two columns."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,19 @@ class Method:
     recipe: str
     changes: tuple[str, ...] = ()
     reference: str | None = None
-    """The method with which the selection compares it, at the same seed and column."""
+    """The method with which the selection compares it, at the same seed and budget."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How the methods of a target are trained and measured."""
+
+    tasks: tuple[str, ...]
+    """Kinds of held-out prompts."""
+    cores: int
+    """A minute is this many minutes of CPU time."""
+    temperatures: tuple[float, ...]
+    methods: Mapping[str, Method]
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,7 @@ METHODS: dict[str, Method] = {
     "dspark": Method("demo"),
     "dflash": Method("demo-dflash"),
     "dflash, paper's layout": Method("demo-dflash", ("drafter.anchor_predicts=false",)),
+    "dflash2": Method("demo-dflash2"),
     "dflash, 5 layers": Method("demo-dflash", ("drafter.layers=5", "drafter.init_from_layers=[0, 3, 7, 11, 15]")),
     "dspark, d-pace": Method("demo", ("train.position={dpace: 0.5}",)),
     "domino": Method("demo-domino", SOFT),
@@ -171,173 +181,175 @@ CLAIMS += [
 ]  # fmt: skip
 
 
+def init(kind: str, *changes: str) -> Method:
+    """A kind as `outrider init --minutes` trains it for SmolLM2."""
+    settings = {"kind": kind} | budget.sizes(kind, 49_152)
+    return Method("smollm2", (f"drafter={json.dumps(settings)}", *changes))
+
+
+REAL = {
+    **{kind: init(kind) for kind in ("dspark", "dflash", "dflash2", "domino", "eagle", "eagle3", "peagle", "medusa")},
+    "dflash2, pairs by the text": init("dflash2", "drafter.selector_loss=ce"),
+    "dspark, d-pace": init("dspark", "train.position={dpace: 0.5}"),
+}
+SETUPS = {
+    "demo": Setup(("stdlib",), 1, (0.0, 1.0), METHODS),
+    "smollm2": Setup(tuple(INSTRUCTIONS), 2, (0.0,), REAL),
+}
+COLUMNS = {
+    "minutes": ("demo", MINUTES), "steps": ("demo", None), "smollm2, 5 minutes": ("smollm2", 5.0),
+    "smollm2, 15 minutes": ("smollm2", 15.0), "smollm2, 60 minutes": ("smollm2", 60.0),
+}  # fmt: skip
+"""Of the table: target, and minutes; None for `STEPS`."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", choices=list(SETUPS), default="smollm2")
+    parser.add_argument("--minutes", type=lambda text: [float(each) for each in text.split(",")], default=[])
+    parser.add_argument("--steps", action="store_true", help=f"{STEPS} steps for all methods, in place of minutes")
     parser.add_argument("--only", help="methods, separated by semicolons")
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--column", default="minutes,steps")
-    parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--new", type=int, default=88, help="tokens a prompt")
+    parser.add_argument("--seeds", type=lambda text: [int(each) for each in text.split(",")], default=[0, 1, 2])
+    parser.add_argument("--prompts", type=int, default=16, help="of each kind")
+    parser.add_argument("--new", type=int, default=96, help="tokens a prompt")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--table", action="store_true", help="measure nothing, say what the cells say")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    names = options.only.split(";") if options.only else [name for name in METHODS if name not in STUDIES]
-    unknown = [name for name in names if name not in METHODS]
-    if unknown:
-        parser.error(f"unknown: {', '.join(unknown)}; known: {'; '.join(METHODS)}")
     options.out = options.out and options.out.absolute()
-    os.chdir(HERE.parent)  # recipes name their answers relative to this folder
+    os.chdir(ROOT)  # recipes name their answers relative to this folder
     if not options.table:
-        measured = MeasureConfig(prompts=options.prompts, max_new_tokens=options.new, traced_prompts=0)
-        bench = Bench(load_target("demo", compile=False), measured)
-        for column, seed in itertools.product(options.column.split(","), map(int, options.seeds.split(","))):
-            wanted = [name for name in names if cell_of(name, seed, column) is None]
-            for start in range(0, len(wanted), TOGETHER):
-                bench.run(wanted[start : start + TOGETHER], seed, column)
+        setup = SETUPS[options.target]
+        names = options.only.split(";") if options.only else [name for name in setup.methods if name not in STUDIES]
+        if unknown := [name for name in names if name not in setup.methods]:
+            parser.error(f"unknown: {', '.join(unknown)}; known: {'; '.join(setup.methods)}")
+        bench = Bench(options.target, setup, options.prompts, options.new)
+        budgets = [None] if options.steps else options.minutes or [MINUTES if options.target == "demo" else 15.0]
+        for minutes, seed, name in itertools.product(budgets, options.seeds, names):
+            if cell_of(options.target, name, minutes, seed) is None:
+                bench.run(name, minutes, seed)
     write(table(list(cells())), options.out)
 
 
-# ── one seed ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one cell ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass
 class Bench:
-    """Trains and measures cells on one target; features are computed once for all of them."""
+    """Trains and measures the cells of one target."""
 
-    target: TransformersTarget
-    config: MeasureConfig
-    sources: dict[int, LiveFeatures] = field(default_factory=dict)
-
-    def run(self, names: Sequence[str], seed: int, column: str) -> None:
-        """Train these methods and measure them in one interleaved run."""
-        trained = {name: self.train(name, seed, column) for name in names}
-        entries = [
-            Entry(name, load_drafter(str(folder_of(name, seed, column) / "checkpoint"), self.target), temperature)
-            for name in trained
-            for temperature in (0.0, 1.0)
-        ]
-        say(f"measuring {', '.join(trained)}")
-        outcome = measure(self.target, entries, self.config)
-        for name, facts in trained.items():
-            rows = [row for row in outcome.rows if row.drafter == name]
-            cell = {"method": name, "seed": seed, "column": column, **facts, "rows": [short(row) for row in rows]}
-            with CELLS.open("a") as lines:
-                lines.write(json.dumps(cell, separators=(",", ":")) + "\n")
-
-    def train(self, name: str, seed: int, column: str) -> dict[str, Any]:
-        """Train one cell, or load a complete one from an earlier run.  Returns the cell's fields about its training."""
-        folder = folder_of(name, seed, column)
-        done = folder / "cell.json"
-        if done.exists():
-            return dict(json.loads(done.read_text()))
-        method = METHODS[name]
-        changes = [*method.changes, f"train.seed={seed}"]
-        if method.reference is not None:
-            self.train(method.reference, seed, column)
-            changes.append(f"train.reference={folder_of(method.reference, seed, column) / 'checkpoint'}")
-        settings, _ = load(RECIPES / f"{method.recipe}.yaml", changes)
-        facts = self.fit(settings, folder, STEPS if column == "steps" else self._affordable(name, settings, folder))
-        say(f"{name}, seed {seed}, {column}: {facts}")
-        done.write_text(json.dumps(facts))
-        return facts
-
-    def _affordable(self, name: str, settings: RunConfig, folder: Path) -> int:
-        """Steps in the given minutes: those of an earlier seed, else from the fastest of three short trials."""
-        for seed in range(10):
-            if cell := cell_of(name, seed, "minutes"):
-                return int(cell["steps"])
-        trials = [self.fit(settings, folder.with_name(folder.name + "-trial"), 30) for _ in range(3)]
-        return round(60 * MINUTES / min(trial["seconds_per_step"] for trial in trials))
-
-    def fit(self, settings: RunConfig, folder: Path, steps: int) -> dict[str, Any]:
-        """Train this many steps into a folder.  Returns the cell's fields about it."""
-        assert settings.train is not None
-        given = {"steps": steps, "batch": BATCH, "save_every": steps, "log_every": steps}
-        config = settings.train.model_copy(update=given)
-        shutil.rmtree(folder, ignore_errors=True)
-        torch.manual_seed(config.seed)
-        model = find(settings.drafter["kind"]).Model(settings.drafter_config, self.target)
-        reference = load_model(config.reference, self.target) if config.reference else None
-        source = Tapped(self._source(settings), model.taps)
-        clock: list[float] = []
-        train(model, source, config, folder, on_step=lambda *_: clock.append(time.process_time()), reference=reference)
-        apart = (clock[-1] - clock[2]) / (len(clock) - 3)
-        return {
-            "commit": version(),
-            "steps": steps,
-            "seconds_per_step": round(apart, 4),
-            "cpu_seconds": round(apart * steps, 1),
-            "parameters": sum(weight.numel() for weight in model.parameters()),
-            "texts": source.manifest.texts,
+    def __init__(self, name: str, setup: Setup, count: int, new: int):
+        """count: prompts of each kind; new: tokens a prompt."""
+        self.name, self.setup, self.new = name, setup, new
+        self.target: TransformersTarget = load_target(name, compile=False)
+        self.prompts = {
+            task.rpartition(":")[2]: [(one.id, as_tokens(self.target, one)) for one in prompts(task, count)]
+            for task in setup.tasks
         }
 
-    def _source(self, settings: RunConfig) -> LiveFeatures:
-        """Features of the texts, with every layer that any method taps."""
-        assert settings.train is not None
-        count = settings.prepare.count or 0
-        if count not in self.sources:
-            asked = list(conversations.read(settings.prepare))
-            path = regenerate.prepare(self.target, self.target.tokenizer, asked, settings.answers, settings.prepare)
-            self.sources[count] = LiveFeatures(
-                self.target, read_answers(path), tuple(range(self.target.spec.layers)), batch=BATCH,
-                length=settings.prepare.length, cache_bytes=1 << 33,
-            )  # fmt: skip
-            say("reading the texts once for all methods")
-            for step in range(self.sources[count].steps_per_pass):
-                self.sources[count].batch(step)
-        self.sources[count].seed = settings.train.seed
-        return self.sources[count]
+    def run(self, name: str, minutes: float | None, seed: int) -> None:
+        """Train and measure a cell, and add it to the store."""
+        facts, checkpoint = self.train(name, minutes, seed)
+        model = load_model(checkpoint, self.target)
+        rows = [
+            {"draft": draft, "temperature": temperature, "kind": kind, **self.measured(drafter, texts, temperature)}
+            for draft, drafter in ways(model).items()
+            for temperature in self.setup.temperatures
+            for kind, texts in self.prompts.items()
+        ]
+        cell = {"target": self.name, "method": name, "minutes": minutes, "seed": seed, **facts, "rows": rows}
+        with CELLS.open("a") as lines:
+            lines.write(json.dumps(cell, separators=(",", ":")) + "\n")
+        say(f"{name}, seed {seed}: " + "; ".join(f"{r['draft']}, {r['kind']} {r['tokens_per_step']:.2f}" for r in rows))
+
+    def train(self, name: str, minutes: float | None, seed: int) -> tuple[dict[str, Any], Path]:
+        """Train a method, or go on with it; returns the cell's fields about it, and the checkpoint."""
+        own = self.setup.methods[name]
+        file, changes = RECIPES / f"{own.recipe}.yaml", [*own.changes, f"train.seed={seed}"]
+        if own.reference is not None:
+            changes.append(f"train.reference={self.train(own.reference, minutes, seed)[1]}")
+        budgeted = "steps" if minutes is None else f"{minutes:g}"
+        changes.append(f"name=methods/{re.sub('[^a-z0-9]+', '-', f'{self.name} {name}')}-{budgeted}-{seed}")
+        settings, _ = load(file, changes)
+        if not (settings.answers / ANSWERS).exists() or len(self.answers(settings)) < (settings.prepare.count or 0):
+            stages.run(file, changes, stages=["prepare"])
+        rates = self.rates(name, settings)
+        steps = STEPS if minutes is None else planned(minutes * self.setup.cores, len(self.answers(settings)), rates)
+        changes += [f"train.steps={steps}", "train.save_every=50", f"train.log_every={steps}"]
+        say(f"{name}, seed {seed}: {steps} steps")
+        stages.run(file, changes, stages=["train"])
+        checkpoint = settings.folder / "checkpoint"
+        model, manifest = load_model(checkpoint, self.target), manifest_of(checkpoint)
+        return {
+            "commit": version(), "steps": steps, "cpu_seconds": round(steps * rates["step"], 1),
+            "parameters": sum(weight.numel() for weight in model.parameters()),
+            "texts": len(self.answers(settings)), "held_out": manifest.get("held_out"),
+        }, checkpoint  # fmt: skip
+
+    def answers(self, settings: RunConfig) -> list[Any]:
+        return list(itertools.islice(iterate_answers(settings.answers / ANSWERS), settings.prepare.count))
+
+    def rates(self, name: str, settings: RunConfig) -> dict[str, float]:
+        """CPU seconds of reading a text and of a training step on one thread, measured once and kept."""
+        kept = json.loads(RATES.read_text()) if RATES.exists() else {}
+        if name not in kept.setdefault(self.name, {}):
+            say(f"{name}: timing its steps")
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            some = self.answers(settings)[:48]
+            read, step = budget.training_rates(settings, self.target, some, clock=time.process_time)
+            torch.set_num_threads(threads)
+            kept[self.name][name] = {"read": round(read, 4), "step": round(step, 4)}
+            RATES.write_text(json.dumps(kept, indent=1) + "\n")
+        rates: dict[str, float] = kept[self.name][name]
+        return rates
+
+    def measured(self, drafter: Any, texts: Sequence[tuple[str, list[int]]], temperature: float) -> dict[str, Any]:
+        found = generate(
+            self.target, [tokens for _, tokens in texts], drafter, max_new_tokens=self.new, temperature=temperature,
+            seed=0, policy="fixed",
+        )  # fmt: skip
+        tokens, steps = sum(len(one.tokens) for one in found), sum(one.steps for one in found)
+        return {
+            "tokens": tokens,
+            "steps": steps,
+            "tokens_per_step": tokens / steps,
+            "accepted_by_depth": by_depth([kept for one in found for kept in one.accepted]),
+            "per_prompt": [[key, len(one.tokens), one.steps] for (key, _), one in zip(texts, found, strict=True)],
+        }
 
 
-class Tapped:
-    """The same features reduced to one method's taps."""
-
-    def __init__(self, source: LiveFeatures, taps: tuple[int, ...]):
-        self.source, self.taps = source, list(taps)
-        self.manifest = replace(source.manifest, taps=taps)
-        self.counts = source.counts
-
-    def batch(self, step: int) -> Batch:
-        batch = self.source.batch(step)
-        return replace(batch, taps=batch.taps[:, :, self.taps])
+def planned(minutes: float, texts: int, rates: Mapping[str, float]) -> int:
+    """Steps in these minutes of CPU time, after reading every text once."""
+    return max(1, int((60 * minutes - texts * rates["read"]) / rates["step"]))
 
 
-def folder_of(name: str, seed: int, column: str) -> Path:
-    return RUNS / f"{slug(name)}-{seed}-{column}"
+def ways(model: Any) -> dict[str, Any]:
+    """How a trained model drafts: as it is set and as a chain; if it scores pairs, also with pairs and without, as a
+    chain and as the tree of as many nodes."""
+    kind, config = model.config.kind, model.config
+    found = {"default": model.drafter()}
+    if chain := method(kind).chain:
+        found["chain"] = with_settings(model, chain, kind).drafter()
+    if "candidates" in type(config).model_fields:
+        names = {"walk": (0, 1.0), "unary": (0, 0.0), "tree": (config.block, 1.0), "marginal tree": (config.block, 0.0)}
+        for name, (nodes, share) in names.items():
+            changed: Any = with_settings(model, {"nodes": nodes}, kind)
+            changed.candidate_selector.share.fill_(share)
+            found[name] = changed.drafter()
+    return found
 
 
-def cell_of(name: str, seed: int, column: str) -> dict[str, Any] | None:
-    wanted = name, seed, column
-    return next((cell for cell in cells() if (cell["method"], cell["seed"], cell["column"]) == wanted), None)
-
-
-def slug(name: str) -> str:
-    return name.replace(",", "").replace("'", "").replace(" ", "-")
-
-
-def short(row: Row) -> dict[str, Any]:
-    """The fields of a report's row that a cell keeps."""
-    kept = (
-        "temperature",
-        "prompts",
-        "tokens",
-        "steps",
-        "tokens_per_step",
-        "accepted_by_depth",
-        "speedup",
-        "exact",
-        "share",
-    )
-    prompts = [[one.id, one.tokens, one.steps] for one in row.per_prompt]
-    return row.model_dump(mode="json", include=set(kept)) | {"per_prompt": prompts}
+def by_depth(accepted: Sequence[int]) -> list[float]:
+    """Share of the steps that accept a token of each depth."""
+    depths = range(1, max(accepted, default=0) + 1)
+    return [sum(kept >= depth for kept in accepted) / len(accepted) for depth in depths]
 
 
 def version() -> str:
     """The commit this runs from."""
-    found = subprocess.run(["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip()
+    git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return git.stdout.strip()
 
 
 def say(text: str) -> None:
@@ -348,23 +360,32 @@ def say(text: str) -> None:
 
 
 def cells() -> Iterator[dict[str, Any]]:
+    """The store."""
     if CELLS.exists():
         yield from map(json.loads, CELLS.read_text().splitlines())
 
 
+def cell_of(target: str, name: str, minutes: float | None, seed: int) -> dict[str, Any] | None:
+    key = target, name, minutes, seed
+    return next((c for c in cells() if (c["target"], c["method"], c["minutes"], c["seed"]) == key), None)
+
+
 def table(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rows = []
-    for column in COLUMNS:
-        for name in METHODS:
-            own = [cell for cell in found if (cell["method"], cell["column"]) == (name, column)]
+    for column, budgeted in COLUMNS.items():
+        for name in SETUPS[budgeted[0]].methods:
+            own = [cell for cell in found if is_in(cell, column) and cell["method"] == name]
             if own:
                 rows.append(summary(name, column, own))
     orders = [order(claim, column, found) for column in COLUMNS for claim in CLAIMS]
     return {
-        "training_minutes_of_one_core": MINUTES, "training_steps": STEPS, "cells": len(found),
-        "exact": all(row["exact"] is not False for cell in found for row in cell["rows"]),
-        "rows": rows, "orders": [one for one in orders if one is not None],
+        "training_minutes_of_one_core": MINUTES, "training_steps": STEPS, "cells": len(found), "rows": rows,
+        "orders": [one for one in orders if one is not None], "lattices": lattices(found),
     }  # fmt: skip
+
+
+def is_in(cell: Mapping[str, Any], column: str) -> bool:
+    return (cell["target"], cell["minutes"]) == COLUMNS[column]
 
 
 def summary(name: str, column: str, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -375,20 +396,31 @@ def summary(name: str, column: str, own: Sequence[Mapping[str, Any]]) -> dict[st
         "training_cpu_seconds": round(statistics.mean(cell["cpu_seconds"] for cell in own)),
     }  # fmt: skip
     for temperature in (0.0, 1.0):
-        rows = [row for cell in own for row in cell["rows"] if row["temperature"] == temperature]
-        if not rows:
-            said[f"temperature_{temperature:g}"] = None
-            continue
-        per_step = [row["tokens_per_step"] for row in rows]
+        rows = [rows for cell in own if (rows := rows_of(cell, "default", temperature))]
+        per_step = [per_step_of(rows) for rows in rows]
         said[f"temperature_{temperature:g}"] = {
             "tokens_per_step": statistics.mean(per_step),
             "spread": statistics.stdev(per_step) if len(per_step) > 1 else None,
-            "speedup": statistics.mean(row["speedup"] for row in rows),
-            "accepted_by_depth": mean_by_depth([row["accepted_by_depth"] for row in rows]),
-            "exact": all(row["exact"] for row in rows) if temperature == 0 else None,
-            "tokens": sum(row["tokens"] for row in rows),
-        }
+            "by_kind": {
+                kind: statistics.mean(per_step_of(rows_of(cell, "default", temperature, kind)) for cell in own)
+                for kind in {row["kind"] for row in rows[0]}
+            },
+            "accepted_by_depth": mean_by_depth([row["accepted_by_depth"] for one in rows for row in one]),
+            "tokens": sum(row["tokens"] for one in rows for row in one),
+        } if rows else None  # fmt: skip
     return said
+
+
+def rows_of(cell: Mapping[str, Any], draft: str, temperature: float, kind: str | None = None) -> list[Any]:
+    return [
+        row for row in cell["rows"]
+        if (row["draft"], row["temperature"]) == (draft, temperature) and kind in (None, row["kind"])
+    ]  # fmt: skip
+
+
+def per_step_of(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Tokens per step of all kinds together."""
+    return float(sum(row["tokens"] for row in rows) / sum(row["steps"] for row in rows))
 
 
 def mean_by_depth(found: Sequence[Sequence[float | None]]) -> list[float]:
@@ -399,42 +431,62 @@ def mean_by_depth(found: Sequence[Sequence[float | None]]) -> list[float]:
 
 def order(claim: Claim, column: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Whether a published order holds here; None if one of the two was not measured."""
-    sides = [per_prompt(found, name, column, claim.temperature) for name in (claim.better, claim.worse)]
-    seeds = sorted(sides[0].keys() & sides[1].keys())
-    if not seeds:
+    better, worse = (
+        per_prompt(found, name, column, claim.temperature, "default") for name in (claim.better, claim.worse)
+    )
+    if (ratio := compared(better, worse)) is None:
         return None
+    return {
+        "better": claim.better, "worse": claim.worse, "why": claim.said, "temperature": claim.temperature,
+        "column": column, "wanted": claim.ratio, **ratio,
+        "differs": ratio["interval"][0] > 1 or ratio["interval"][1] < 1,
+        "holds": ratio["ratio"] >= claim.ratio and ratio["interval"][0] > 1,
+    }  # fmt: skip
+
+
+def lattices(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Drafts of the same drafters at equal verified nodes, one over another."""
+    pairs = [("walk", "unary"), ("tree", "walk"), ("tree", "marginal tree")]
+    rows = []
+    for column, (better, worse) in itertools.product(COLUMNS, pairs):
+        for name in sorted({cell["method"] for cell in found if is_in(cell, column)}):
+            sides = [per_prompt(found, name, column, 0.0, draft) for draft in (better, worse)]
+            if ratio := compared(*sides):
+                rows.append({"method": name, "column": column, "better": better, "worse": worse, **ratio})
+    return rows
+
+
+Counts = dict[int, dict[str, tuple[int, int]]]
+"""Seed to prompt to (tokens, steps)."""
+
+
+def compared(better: Counts, worse: Counts) -> dict[str, Any] | None:
+    """Tokens per step of one over another on the seeds and prompts of both, with its 95 % interval; None if there are
+    none."""
     pairs = {
-        seed: [
-            (sides[0][seed][prompt], sides[1][seed][prompt]) for prompt in sides[0][seed] if prompt in sides[1][seed]
-        ]
-        for seed in seeds
+        seed: [(better[seed][prompt], worse[seed][prompt]) for prompt in better[seed] if prompt in worse[seed]]
+        for seed in sorted(better.keys() & worse.keys())
     }
-    ratio = ratio_of([pair for of in pairs.values() for pair in of])
-    noise = random.Random(7)
+    if not any(pairs.values()):
+        return None
+    noise, seeds = random.Random(7), list(pairs)
     drawn = sorted(
         ratio_of([noise.choice(pairs[seed]) for seed in noise.choices(seeds, k=len(seeds)) for _ in pairs[seed]])
         for _ in range(4000)
     )
-    low, high = drawn[100], drawn[-101]
+    ratio = ratio_of([pair for of_seed in pairs.values() for pair in of_seed])
+    return {"seeds": len(seeds), "ratio": ratio, "interval": [drawn[100], drawn[-101]]}
+
+
+def per_prompt(found: Sequence[Mapping[str, Any]], name: str, column: str, temperature: float, draft: str) -> Counts:
+    """The counts of a method's cells."""
     return {
-        "better": claim.better, "worse": claim.worse, "why": claim.said, "temperature": claim.temperature,
-        "column": column,
-        "seeds": len(seeds), "wanted": claim.ratio, "ratio": ratio, "interval": [low, high],
-        "differs": low > 1 or high < 1, "holds": ratio >= claim.ratio and low > 1,
+        cell["seed"]: {
+            prompt: (tokens, steps)
+            for row in rows_of(cell, draft, temperature) for prompt, tokens, steps in row["per_prompt"]
+        }
+        for cell in found if cell["method"] == name and is_in(cell, column) and rows_of(cell, draft, temperature)
     }  # fmt: skip
-
-
-def per_prompt(
-    found: Sequence[Mapping[str, Any]], name: str, column: str, temperature: float
-) -> dict[int, dict[str, tuple[int, int]]]:
-    """Seed to prompt to (tokens, steps)."""
-    return {
-        cell["seed"]: {prompt: (tokens, steps) for prompt, tokens, steps in row["per_prompt"]}
-        for cell in found
-        if (cell["method"], cell["column"]) == (name, column)
-        for row in cell["rows"]
-        if row["temperature"] == temperature
-    }
 
 
 def ratio_of(pairs: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> float:

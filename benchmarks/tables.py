@@ -410,53 +410,54 @@ def remote(found: dict[str, Any]) -> str:
 
 
 def methods(found: dict[str, Any]) -> str:
-    """A table per column of cells, and the published orders."""
-    exact = "every text" if found["exact"] else "**not** every text"
-    parts = [
-        f"{found['cells']} cells (method, seed, column); at temperature 0 {exact} is `generate`'s. {_machine(found)}"
-    ]
+    """A table per column of cells, the published orders, and the drafts of a lattice beside each other."""
+    parts = [f"{found['cells']} cells (target, method, budget, seed). {_machine(found)}"]
     titles = {
-        "minutes": f"Trained for {found['training_minutes_of_one_core']:g} minutes of one core",
-        "steps": f"Trained for {found['training_steps']} steps",
+        "minutes": f"Demo target, {found['training_minutes_of_one_core']:g} minutes of one core",
+        "steps": f"Demo target, {found['training_steps']} steps",
     }
-    heads = [
-        "method", "seeds", "weights", "steps", "seconds", "tokens per step, T = 0", "accepted by depth", "speed-up",
-        "tokens per step, T = 1", "speed-up",
-    ]  # fmt: skip
-    for column, title in titles.items():
+    heads = ["method", "seeds", "weights", "steps", "tokens per step, T = 0", "accepted by depth", "by kind", "T = 1"]
+    for column in dict.fromkeys(row["column"] for row in found["rows"]):
         rows = [row for row in found["rows"] if row["column"] == column]
         rows.sort(key=lambda row: -row["temperature_0"]["tokens_per_step"])
-        lines = [_method(row) for row in rows]
-        if lines:
-            parts += [f"**{title}**", _table(heads, lines, slice(1, 10))]
+        parts += [f"**{titles.get(column, column)}**", _table(heads, [_method(row) for row in rows], slice(1, 8))]
     orders = [
         [
             f"{one['better']} over {one['worse']}", one["column"], f"{one['temperature']:g}", str(one["seeds"]),
-            f"{one['wanted']:g}", f"{one['ratio']:.3f}", f"{one['interval'][0]:.3f} to {one['interval'][1]:.3f}",
-            "yes" if one["holds"] else "**no**",
+            f"{one['wanted']:g}", f"{one['ratio']:.3f}", _interval(one), "yes" if one["holds"] else "**no**",
         ]
         for one in found["orders"]
     ]  # fmt: skip
     named = ["tokens per step", "column", "T", "seeds", "wanted", "found", "95 % interval", "holds"]
-    return "\n\n".join([*parts, _table(named, orders, slice(2, 7))])
+    parts.append(_table(named, orders, slice(2, 7)))
+    if lines := [
+        [one["method"], one["column"], f"{one['better']} over {one['worse']}", str(one["seeds"]),
+         f"{one['ratio']:.3f}", _interval(one)]
+        for one in found["lattices"]
+    ]:  # fmt: skip
+        heads = ["drafter", "column", "drafts", "seeds", "tokens per step", "95 % interval"]
+        parts += ["**The same drafter at equal verified nodes**", _table(heads, lines, slice(3, 6))]
+    return "\n\n".join(parts)
+
+
+def _interval(one: dict[str, Any]) -> str:
+    return f"{one['interval'][0]:.3f} to {one['interval'][1]:.3f}"
 
 
 def _method(row: dict[str, Any]) -> list[str]:
     cold, hot = row["temperature_0"], row["temperature_1"]
 
-    def both(side: dict[str, Any] | None) -> tuple[str, str]:
-        """Tokens per step, with their spread over seeds, and speed-up."""
+    def per_step(side: dict[str, Any] | None) -> str:
+        """Tokens per step, with their spread over seeds."""
         if side is None:
-            return "not measured", "–"
+            return "not measured"
         spread = "" if side["spread"] is None else f" ± {side['spread']:.2f}"
-        return f"{side['tokens_per_step']:.2f}{spread}", f"{side['speedup']:.2f}"
+        return f"{side['tokens_per_step']:.2f}{spread}"
 
-    per_step, speedup = both(cold)
     return [
         row["method"], str(row["seeds"]), f"{row['parameters'] / 1e6:.1f} M", str(row["training_steps"]),
-        str(row["training_cpu_seconds"]), per_step, " ".join(f"{share:.2f}" for share in cold["accepted_by_depth"]),
-        speedup,
-        *both(hot),
+        per_step(cold), " ".join(f"{share:.2f}" for share in cold["accepted_by_depth"]),
+        " ".join(f"{kind} {value:.2f}" for kind, value in sorted(cold["by_kind"].items())), per_step(hot),
     ]  # fmt: skip
 
 
@@ -892,17 +893,6 @@ def long_texts(found: dict[str, Any]) -> str:
     return "\n\n".join([said + _machine(found), _table(heads, lines, slice(1, len(heads))), _promises(found)])
 
 
-def minutes(found: dict[str, Any]) -> str:
-    kinds = list(found["rows"][0]["tokens_per_step"])
-    lines = [
-        [row["recipe"], str(row["seed"]), f"{row['minutes']:.0f}", str(row["steps"]), f"{row['peak_gb']:.1f}",
-         *(f"{row['tokens_per_step'][kind]:.2f}" for kind in kinds)]
-        for row in found["rows"]
-    ]  # fmt: skip
-    heads = ["recipe", "seed", "minutes", "steps", "peak GB", *kinds]
-    return "\n\n".join([_machine(found), _table(heads, lines, slice(1, len(heads))), _promises(found)])
-
-
 def accuracy(found: dict[str, Any]) -> str:
     rows = [row for row in found["rows"] if "rms_ratio" in row]
     paths, contexts = list(dict.fromkeys(row["path"] for row in rows)), sorted({row["context"] for row in rows})
@@ -922,7 +912,7 @@ def accuracy(found: dict[str, Any]) -> str:
 
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "real_model": real_model, "real_server": real_server, "long_texts": long_texts, "minutes": minutes,
+    "real_model": real_model, "real_server": real_server, "long_texts": long_texts,
     "accuracy": accuracy, "serving": serving, "peers": peers, "peers_nearest": peers, "peers_avx2": peers,
     "products": products, "products_avx2": products, "contexts": contexts, "contexts_avx2": contexts,
     "families": families, "every_family": every_family, "soak": soak, "soak_compiled": soak, "kills": kills,

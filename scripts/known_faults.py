@@ -79,6 +79,10 @@ FAULTS = [
         ("expand", "scores = lattice.after(row, parents)", "scores = lattice.after(row, torch.zeros_like(parents))"),
     ),
     fault(
+        "a walk is drawn from each row's own distribution",
+        ("Model.decode", "lattices.spread(scores, columns[:, row]", "lattices.spread(best.logits[:, row], columns[:, row]"),
+    ),
+    fault(
         "the branches of a tree are scored after another parent than their own",
         ("best_first", "lattice.after(row, at)", "lattice.after(row, at.flip(1))"),
     ),

@@ -85,14 +85,16 @@ def overview(found: Sequence[Method]) -> str:
         after, plain = [own_row(one.kind, column) for column in ("minutes", "steps")], untrained_rows(one.kind)
         name, when = f"[`{one.kind}`]({one.kind}.md)", inline(one.take.removeprefix("Use it "))
         if any(after):
-            learnt.append([name, *figures(after[0]), *figures(after[1]), when])
+            cold = [row and row["temperature_0"]["tokens_per_step"] for row in after]
+            learnt.append([name, *(f"{value:.2f}" if value else "–" for value in cold), when])
         elif one.kind in plain:
-            untrained.append([name, *figures(plain[one.kind]["new"]), when])
+            new = plain[one.kind]["new"]
+            untrained.append([name, f"{new['tokens_per_step']:.2f}", f"{new['speedup']:.2f}", when])
         else:
             others.append([name, when])
     for rows in (learnt, untrained):
         rows.sort(key=lambda row: row[1].replace("–", "0"), reverse=True)
-    pair, when = ["tokens per step", "speed-up"], "take it"
+    when = "take it"
     minutes, steps = result("methods")["training_minutes_of_one_core"], result("methods")["training_steps"]
     return "\n\n".join([
         "# Methods",
@@ -100,23 +102,17 @@ def overview(found: Sequence[Method]) -> str:
         "demo target at temperature 0, a speed-up over the target alone on two cores. Another target and machine "
         "have others: `outrider plan` says which may pay on yours, and `outrider evaluate` which does.",
         "## Kinds that train",
-        f"The first two figures are after {minutes:g} minutes of one core, the next two after {steps} steps.",
-        table(["kind", *pair, *pair, when], learnt),
+        f"Tokens per step after {minutes:g} minutes of one core, and after {steps} steps.",
+        table(["kind", f"{minutes:g} minutes", f"{steps} steps", when], learnt),
         "## Kinds that need no training",
         "On new text; on edits and on text like earlier text they reach more.",
-        table(["kind", *pair, when], untrained),
+        table(["kind", "tokens per step", "speed-up", when], untrained),
         "## Measured otherwise, or not",
         "Their pages say with what, and name the results.",
         table(["kind", when], others),
         "All figures: [kinds that train](../results/methods.md), [without training](../results/retrieval.md), "
         "[what papers claim](../results/papers.md).",
     ])  # fmt: skip
-
-
-def figures(row: dict[str, Any] | None) -> list[str]:
-    """Tokens per step and speed-up at temperature 0."""
-    found = row and row.get("temperature_0", row)
-    return [f"{found['tokens_per_step']:.2f}", f"{found['speedup']:.2f}"] if found else ["–", "–"]
 
 
 def page(one: Method) -> str:
@@ -185,9 +181,14 @@ def benchmarked() -> dict[str, str]:
     return found
 
 
+def kind_of(row: dict[str, Any]) -> str | None:
+    """The kind of a row's method; those of SmolLM2 are named after it."""
+    return row["method"].split(",")[0] if row["column"].startswith("smollm2") else benchmarked().get(row["method"])
+
+
 def trained_rows(kind: str) -> list[dict[str, Any]]:
     """Rows of a kind, most tokens per step first."""
-    rows = [row for row in result("methods")["rows"] if benchmarked().get(row["method"]) == kind]
+    rows = [row for row in result("methods")["rows"] if kind_of(row) == kind]
     return sorted(rows, key=lambda row: (row["column"], -row["temperature_0"]["tokens_per_step"]))
 
 
@@ -215,13 +216,13 @@ def _trained(kind: str) -> Iterator[str]:
         return
     minutes, steps = found["training_minutes_of_one_core"], found["training_steps"]
     after = {"minutes": f"{minutes:g} minutes of one core", "steps": f"{steps} steps"}
-    heads = ["as", "trained for", "tokens per step, T = 0", "speed-up", "tokens per step, T = 1", "seeds"]
+    heads = ["as", "trained for", "tokens per step, T = 0", "T = 1", "seeds"]
     lines = []
     for row in rows:
         cold, hot = row["temperature_0"], row["temperature_1"]
         sampled = f"{hot['tokens_per_step']:.2f}" if hot else "–"
-        figures = [f"{cold['tokens_per_step']:.2f}", f"{cold['speedup']:.2f}", sampled, str(row["seeds"])]
-        lines.append([row["method"], after[row["column"]], *figures])
+        trained_for = after.get(row["column"], row["column"])
+        lines.append([row["method"], trained_for, f"{cold['tokens_per_step']:.2f}", sampled, str(row["seeds"])])
     yield table(heads, lines)
     yield "All kinds side by side: [methods](../results/methods.md)."
 

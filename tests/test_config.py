@@ -217,10 +217,10 @@ def test_every_recipe_that_ships_can_be_read() -> None:
         kind = settings.drafter["kind"]
         kinds.setdefault("paper" if "paper" in str(path.relative_to(ROOT)) else path.parent.name, set()).add(kind)
         of_a_target = path.parent.name == "targets" and path.stem.endswith(f"-{kind}")
-        assert of_a_target or path.stem in ("demo", f"demo-{kind}", f"paper-{kind}", kind)
+        assert of_a_target or path.stem in ("demo", "smollm2", f"demo-{kind}", f"paper-{kind}", kind)
         assert settings.drafter_config is not None
         assert settings.train is not None and settings.prepare.folder
-    assert kinds["recipes"] | kinds["lab"] == kinds["paper"] and len(kinds["paper"]) == 17
+    assert kinds["recipes"] | kinds["lab"] == kinds["paper"] and len(kinds["paper"]) == 18
     assert not kinds["recipes"] & kinds["lab"]
 
 

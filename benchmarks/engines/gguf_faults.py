@@ -50,11 +50,28 @@ def norm_left_out(tensors: Tensors) -> None:
     del tensors["output_norm.weight"]
 
 
-BLOCKS, DRAFTS = ("dflash", "dspark"), ("dflash", "dspark", "eagle3")
+def window_off(keys: dict[str, Any]) -> None:
+    keys["dflash.attention.sliding_window"] = 8
+
+
+def books_exchanged(tensors: Tensors) -> None:
+    one, other = "selector_predecessor.weight", "selector_successor.weight"
+    tensors[one], tensors[other] = tensors[other], tensors[one]
+
+
+def taps_exchanged(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.endswith("_conv_base")]:
+        tensors[name] = numpy.ascontiguousarray(tensors[name][:, ::-1])
+
+
+DRAFTS = ("dflash", "dflash2", "dspark", "eagle3")
 FAULTS: Mapping[str, Fault] = {
     "taps one off": Fault(DRAFTS, "taps", keys=taps_off),
     "the rotation's base": Fault(DRAFTS, "RoPE", keys=turned),
     "Markov matrices transposed": Fault(("dspark",), "weights", tensors=transposed),
+    "a window of 8 positions": Fault(("dflash2",), "block mask", keys=window_off),
+    "the selector's codebooks exchanged": Fault(("dflash2",), "weights", tensors=books_exchanged),
+    "the taps of a convolution exchanged": Fault(("dflash2",), "weights", tensors=taps_exchanged),
     "a norm of other weights": Fault(DRAFTS, "norm", tensors=norm_of_others),
     "a norm left out": Fault(DRAFTS, "", tensors=norm_left_out),
 }

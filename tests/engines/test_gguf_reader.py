@@ -18,7 +18,7 @@ from outrider.engines.verify import causes, chains, gguf_reader, parity, readers
 from outrider.errors import ExportError
 from outrider.export.writing import export_folder
 from outrider.formats.gguf.layouts import FILE
-from tests.engines.test_verify import BLOCK, DSPARK, LAYER, PROMPTS, run, told
+from tests.engines.test_verify import BLOCK, DFLASH2, DSPARK, LAYER, PROMPTS, run, told
 
 pytest.importorskip("gguf")
 
@@ -27,6 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dflash": {"kind": "dflash", **BLOCK, "rope_theta": 1e5},
     "dflash, in the anchor's slot": {"kind": "dflash", **BLOCK, "anchor_predicts": True},
     "dspark": {"kind": "dspark", **DSPARK, "markov": "vanilla", "confidence": False},
+    "dflash2": {"kind": "dflash2", **DFLASH2},
     "eagle3": {"kind": "eagle3", **EAGLE3, "rope_theta": 1e5, "vocabulary": 40},
     "eagle3, norm before the residual": {
         "kind": "eagle3", **EAGLE3, "norm_before_residual": True,

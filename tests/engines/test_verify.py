@@ -29,6 +29,7 @@ from outrider.sampling.text import common_prefix
 LAYER = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
 BLOCK = {**LAYER, "mask_token": 5, "layers": 2, "block": 3, "taps": [0, 2], "anchor_predicts": False}
 DSPARK = {**BLOCK, "rank": 8, "anchor_predicts": True}
+DFLASH2 = {**BLOCK, "rank": 8, "candidates": 4, "conv_group": 4, "window": 7}
 SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("speculators", "eagle3"): {**LAYER, "length": 3, "taps": [0, 1, 2], "vocabulary": 40, "fc_norm": True,
                                 "qk_norm": True, "partial_rotary_factor": 0.5},
@@ -42,6 +43,8 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
         "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 16}},
     ("sglang", "domino"): {**BLOCK, "rank": 8, "gru": 8},
+    ("sglang", "dflash2"): DFLASH2,
+    ("speculators", "dflash2"): {**DFLASH2, "window": None},
     ("medusa", "medusa"): {"heads": 3, "nodes": 3, "head": "own"},
 }  # fmt: skip
 PROMPTS = [[40, 41, 42, 43, 44, 45], [70, 71, 72], [50, 60, 50, 60, 50]]

@@ -90,6 +90,8 @@ BLOCKS: tuple[Field, ...] = (
      ("in the anchor's own slot", "in the slot after it").__getitem__),
     ("causal", "block mask", "slots of a block {} the slots after them, in training they {}",
      ("attend to", "don't attend to").__getitem__),
+    ("window", "block mask", "slots attend to a window of {} positions, in training of {}", str),
+    ("candidates", "weights", "the selector chooses among {} candidates, in training among {}", str),
     ("prefix", "label shift", "slots are corrected from number {} on, in training from {}", str),
     ("markov", "weights", "the head after the block is read as {}, in training it was {}", str),
 )  # fmt: skip

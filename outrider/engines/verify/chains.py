@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +88,11 @@ def _block_chain(draft: Draft, text: States, anchor: int, length: int, stages: d
     x = _through(draft, None, slots, context, length, stages)
     if draft.kind == "dflash":
         return [_choice(draft, text, row, stages) for row in x]
+    if draft.kind == "dflash2":
+        walk = [text.tokens[anchor]]
+        for row in x:
+            walk.append(_after(draft, text, row, walk[-1], stages))
+        return walk[1:]
     correct = _markov if draft.kind == "dspark" else _domino
     chain, memory = [text.tokens[anchor]], torch.zeros(1)
     for k, row in enumerate(x):
@@ -106,6 +111,20 @@ def _through(
         x = _layer(draft, layer, embedded if layer == 0 else None, x, context, stages)
     x = stages["norm"] = _norm(draft, "norm", x)[-length:]
     return x
+
+
+def _after(draft: Draft, text: States, row: Tensor, token: int, stages: dict[str, Tensor]) -> int:
+    """The best of DFlash 2's candidates of a row after a token: the row's own logit plus the pair's score."""
+    logits = text.target.head(row[None])[0].cpu()
+    stages.setdefault("head", logits)
+    best = logits.topk(draft.candidates)
+    part = "candidate_selector."
+    after = draft.weights[part + "predecessor_codebook"][token].float()
+    pairs = draft.weights[part + "successor_codebook"][best.indices].float() @ (
+        after * _linear(draft, part + "hidden_projection", row.cpu())
+    )
+    stages.setdefault("scores", best.values + pairs)
+    return int(best.indices[(best.values + pairs).argmax()])
 
 
 def _markov(draft: Draft, text: States, row: Tensor, token: int, memory: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,6 +196,22 @@ def _layer(
         residual = normed if "norm_before_residual" in draft.flags else x
         rows = torch.cat([_norm(draft, f"{name}.input_layernorm", embedded), normed], -1)
     stages[f"{name} norms"] = rows
+    attended = _around(draft, f"{name}.attention_conv", rows, lambda rows: _attended(draft, name, rows, context, stages))
+    x = stages[f"{name} attention"] = residual + attended
+
+    def mlp(rows: Tensor) -> Tensor:
+        gate, up = (_linear(draft, f"{name}.mlp.{half}_proj", rows) for half in ("gate", "up"))
+        return _linear(draft, f"{name}.mlp.down_proj", F.silu(gate) * up)
+
+    rows = _norm(draft, f"{name}.post_attention_layernorm", x)
+    x = stages[f"{name} out"] = x + _around(draft, f"{name}.mlp_conv", rows, mlp)
+    return x
+
+
+def _attended(
+    draft: Draft, name: str, rows: Tensor, context: Tensor | None, stages: dict[str, Tensor]
+) -> Tensor:  # fmt: skip
+    """The output of a layer's attention for rows [n, H]."""
     keyed, before = (rows, 0) if context is None else (torch.cat([context, rows]), len(context))
     heads, kv_heads, _ = draft.heads
     part = f"{name}.self_attn."
@@ -187,15 +222,27 @@ def _layer(
         k = torch.cat([_headed(draft, "layers.0.self_attn.k_norm", keys[:before], kv_heads), k[:, before:]], 1)
     k = stages[f"{name} rotation"] = _rotate(draft, k)
     v = _linear(draft, part + "v_proj", keyed).unflatten(-1, (kv_heads, -1)).transpose(0, 1)
-    mask = torch.ones(len(rows), len(keyed), dtype=torch.bool, device=x.device)
+    mask = torch.ones(len(rows), len(keyed), dtype=torch.bool, device=rows.device)
     mask = mask.tril(before) if context is None or draft.causal else mask
+    mask = mask if draft.window is None else mask.triu(before - draft.window + 1)
     attended = F.scaled_dot_product_attention(q[None], k[None], v[None], mask, enable_gqa=True)[0]
-    x = residual + _linear(draft, part + "o_proj", attended.transpose(0, 1).flatten(1))
-    stages[f"{name} attention"] = x
-    rows = _norm(draft, f"{name}.post_attention_layernorm", x)
-    gate, up = (_linear(draft, f"{name}.mlp.{half}_proj", rows) for half in ("gate", "up"))
-    x = stages[f"{name} out"] = x + _linear(draft, f"{name}.mlp.down_proj", F.silu(gate) * up)
-    return x
+    return _linear(draft, part + "o_proj", attended.transpose(0, 1).flatten(1))
+
+
+def _around(draft: Draft, name: str, rows: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+    """A sublayer over normed rows [n, H], between the two convolutions that a DFlash 2 has around it."""
+    base = draft.weights.get(f"{name}.base_kernel")
+    if base is None:
+        return sublayer(rows)
+    _, taps, hidden = base.shape
+    added = _linear(draft, f"{name}.kernel_projection", rows).view(len(rows), 2, taps, -1)
+    kernels = base.to(rows) + added.repeat_interleave(hidden // added.shape[-1], -1)
+
+    def mixed(x: Tensor, side: int) -> Tensor:
+        before = [F.pad(x, (0, 0, tap, 0))[: len(x)] for tap in range(taps)]  # zeros before the anchor's row
+        return (kernels[:, side] * torch.stack(before, 1)).sum(1)
+
+    return mixed(sublayer(mixed(rows, 0)), 1)
 
 
 def _headed(draft: Draft, norm: str, x: Tensor, heads: int) -> Tensor:

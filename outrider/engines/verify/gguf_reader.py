@@ -27,11 +27,16 @@ LAYER = {
     "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "attn_conv_base": "attention_conv.base_kernel", "attn_conv_proj": "attention_conv.kernel_projection",
+    "ffn_conv_base": "mlp_conv.base_kernel", "ffn_conv_proj": "mlp_conv.kernel_projection",
 }  # fmt: skip
 WHOLE = {
     "fc.weight": "fc.weight", "output_norm.weight": "norm.weight", "enc.output_norm.weight": "hidden_norm.weight",
     "output.weight": "lm_head.weight", "token_embd.weight": "embed_tokens.weight", "d2t": "d2t",
     "markov_w1.weight": "markov_head.markov_w1.weight", "markov_w2.weight": "markov_head.markov_w2.weight",
+    "selector_predecessor.weight": "candidate_selector.predecessor_codebook",
+    "selector_successor.weight": "candidate_selector.successor_codebook",
+    "selector_hidden.weight": "candidate_selector.hidden_projection.weight",
     "conf_proj.weight": "confidence_head.weight", "conf_proj.bias": "confidence_head.bias",
 }  # fmt: skip
 FREQUENCIES = "rope_freqs.weight"
@@ -49,6 +54,7 @@ def of_file(path: str | Path) -> Draft:
         raise ExportError(f"{path} has architecture {family}, which can't be compared; known are dflash and eagle3")
     markov = [name for name in tensors if name.startswith("markov_")]
     kind = "dspark" if any(tensors[name].any() for name in markov) else family
+    kind = "dflash2" if "selector_hidden.weight" in tensors else kind
     settings = {key.removeprefix(f"{family}."): value for key, value in keys.items()}
     settings["sample_from_anchor"] = bool(markov) and settings.get("sample_from_anchor", True)
     if kind == "dflash":
@@ -96,6 +102,7 @@ def _draft(kind: str, keys: Keys, tensors: Mapping[str, Tensor]) -> Draft:
         mask=int(keys["tokenizer.ggml.mask_token_id"]) if is_block else None,
         skip=0 if keys["sample_from_anchor"] else 1,
         causal=is_block and bool(keys.get("attention.causal", False)), markov="vanilla" if kind == "dspark" else "",
+        window=keys.get("attention.sliding_window") or None, candidates=int(keys.get("selector_top_k", 0)),
     )  # fmt: skip
 
 

@@ -256,10 +256,11 @@ def write_verified(folder: Path, parity: Parity) -> Path:
 
 
 def as_engine(model: DraftModel, length: int | None = None) -> Drafter:
-    """Our drafter for this model, drafting a chain of this many tokens: its own length unless given.
+    """Our drafter for this model as it is exported, drafting a chain of this many tokens: its own length unless given.
 
     Raises ConfigError if it can't draft that many.
     """
+    model = model.over_all_tokens()
     config, kind = model.config, model.config.kind
     most = length_of(model)
     length = most if length is None else length

@@ -30,7 +30,7 @@ from torch import Tensor
 from outrider.errors import ExportError
 from outrider.nn.draft_model import DraftModel
 
-BLOCKS = ("dflash", "dspark", "domino")
+BLOCKS = ("dflash", "dflash2", "dspark", "domino")
 KINDS = ("eagle3", "peagle", "medusa", *BLOCKS)
 SCALINGS = ("linear", "llama3", "yarn")
 TRAINED = "original_max_position_embeddings"
@@ -80,6 +80,10 @@ class Draft:
     """A slot of a block attends only to earlier slots."""
     markov: str = ""
     """For a DSpark: vanilla, gated or rnn."""
+    window: int | None = None
+    """Positions that a slot attends to, itself and those just before it; None for all."""
+    candidates: int = 0
+    """For a DFlash 2: tokens of a row that its selector chooses from."""
     prefix: int = 0
     """Slots at the start of a block that Domino's head does not correct."""
     first_norm: bool = False
@@ -120,7 +124,8 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
     if config.get("model_type") == "medusa":
         return "medusa"
     if "dflash_config" in config:
-        return str(config["dflash_config"].get("projector_type", "dflash"))
+        assumed = "dflash2" if "selector_rank" in config["dflash_config"] else "dflash"
+        return str(config["dflash_config"].get("projector_type", assumed))
     if name == "LlamaForCausalLMEagle3":
         return "eagle3"
     return "small_model" if name.endswith("ForCausalLM") else None
@@ -166,6 +171,7 @@ def _eagle3(kind: str, config: Mapping[str, Any], weights: Mapping[str, Tensor],
 
 def _block(kind: str, config: Mapping[str, Any], weights: Mapping[str, Tensor], engine: str) -> Draft:
     layers = config.get("transformer_layer_config", config)
+    window = layers.get("sliding_window") if "sliding_attention" in layers.get("layer_types", ()) else None
     settings = {
         **(config.get("dflash_config") or {}),
         **config,
@@ -177,13 +183,14 @@ def _block(kind: str, config: Mapping[str, Any], weights: Mapping[str, Tensor], 
         # vLLM applies this key to all layers, not only to those with a window; for a DSpark it does not read it
         causal = kind != "dspark" and not config.get("sliding_window_non_causal", True)
     else:
-        taps, causal = settings["target_layer_ids"], bool(settings.get("causal", False))
+        # without a key, layers with a window are causal within a block
+        taps, causal = settings["target_layer_ids"], settings.get("is_causal", settings.get("causal", bool(window)))
         in_anchor = kind == "dspark" or (kind == "domino" and settings.get("shift_label", False))
         if kind == "dspark" and engine == "vllm":  # the default is true without speculators_model_type
             in_anchor = config.get("sample_from_anchor", True)
     return _layers(
         kind, layers, weights, 1e6, taps=tuple(taps), mask=settings["mask_token_id"], skip=0 if in_anchor else 1,
-        causal=causal,
+        causal=bool(causal), window=window, candidates=settings.get("selector_top_k", 0),
         markov=settings.get("markov_head_type", "vanilla") if kind == "dspark" else "",
         prefix=settings["pure_draft_prefix_len"] if kind == "domino" else 0,
     )  # fmt: skip
@@ -232,7 +239,9 @@ def parts_of(weights: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def of_model(model: DraftModel) -> Draft:
-    """The same parts from one of our models.  Raises ExportError for a kind that is unknown here."""
+    """The same parts from one of our models, drafting from the vocabulary that it is exported with.  Raises ExportError
+    for a kind that is unknown here."""
+    model = model.over_all_tokens()
     config, kind = model.config, model.config.kind
     weights = {name.removeprefix("backbone."): weight.detach().cpu() for name, weight in model.state_dict().items()}
     if kind == "medusa":
@@ -243,6 +252,7 @@ def of_model(model: DraftModel) -> Draft:
     if kind not in KINDS:
         raise ExportError(f"{kind} can't be compared; use one of {', '.join(KINDS)}")
     weights = {name.removeprefix("head."): weight for name, weight in weights.items()}
+    weights.pop("candidate_selector.share", None)  # the codebooks include it
     rotation = Rotation(config.rope_theta, config.partial_rotary_factor, _scaling(config.rope_scaling or {}, LONGEST))
     flags = frozenset(
         name for name in ("norm_before_residual", "fc_norm", "norm_output") if getattr(config, name, False)
@@ -254,7 +264,7 @@ def of_model(model: DraftModel) -> Draft:
         kind, taps=tuple(model.taps), heads=(config.heads, config.kv_heads, config.head_dim), rotation=rotation,
         eps=config.rms_norm_eps, flags=flags, mask=getattr(getattr(model, "backbone", model), "mask_token", None),
         skip=0 if getattr(config, "anchor_predicts", False) else 1, markov=getattr(config, "markov", ""),
-        prefix=getattr(config, "pure_prefix", 0), **parts,
+        window=getattr(config, "window", None), candidates=getattr(config, "candidates", 0), prefix=getattr(config, "pure_prefix", 0), **parts,
     )  # fmt: skip
 
 

@@ -130,8 +130,11 @@ def measured(settings: RunConfig, target: TransformersTarget, prompts: Sequence[
     return Rates(answer, alone, reference, *training_rates(settings, target, answers))
 
 
-def training_rates(settings: RunConfig, target: TransformersTarget, answers: Sequence[Answer]) -> tuple[float, float]:
-    """Seconds per text read and per training step, over one pass of these answers.
+def training_rates(
+    settings: RunConfig, target: TransformersTarget, answers: Sequence[Answer],
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[float, float]:  # fmt: skip
+    """Seconds per text read and per training step, over one pass of these answers, by this clock.
 
     Raises DataError if none can train.
     """
@@ -143,17 +146,17 @@ def training_rates(settings: RunConfig, target: TransformersTarget, answers: Seq
     source = LiveFeatures(
         target, answers, model.taps, batch=config.batch, length=settings.prepare.length, dtype=config.dtype
     )  # fmt: skip
-    began = time.perf_counter()
+    began = clock()
     batches = [source.batch(number) for number in range(source.steps_per_pass)]
-    read = (time.perf_counter() - began) / len(source.texts)
+    read = (clock() - began) / len(source.texts)
     model.begin(source.counts)
     dtype = getattr(torch, config.dtype)
     optimizer = Optimizers(model, config.optimizer, target.spec.vocabulary, config.weight_decay, dtype)
     optimise(model, optimizer, batches[:1], config, 0, False)  # warm-up
-    began = time.perf_counter()
+    began = clock()
     for number, batch in enumerate(batches, 1):
         optimise(model, optimizer, [batch], config, number, False)
-    return read, (time.perf_counter() - began) / len(batches)
+    return read, (clock() - began) / len(batches)
 
 
 def planned(settings: RunConfig, rates: Rates, seconds: float, available: int | None) -> Plan:
