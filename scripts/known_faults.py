@@ -80,7 +80,11 @@ FAULTS = [
     ),
     fault(
         "a walk is drawn from each row's own distribution",
-        ("Model.decode", "lattices.spread(scores, columns[:, row]", "lattices.spread(best.logits[:, row], columns[:, row]"),
+        (
+            "Model.decode",
+            "lattices.spread(scores, columns[:, row]",
+            "lattices.spread(best.logits[:, row], columns[:, row]",
+        ),
     ),
     fault(
         "the branches of a tree are scored after another parent than their own",

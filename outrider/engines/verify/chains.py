@@ -196,8 +196,8 @@ def _layer(
         residual = normed if "norm_before_residual" in draft.flags else x
         rows = torch.cat([_norm(draft, f"{name}.input_layernorm", embedded), normed], -1)
     stages[f"{name} norms"] = rows
-    attended = _around(draft, f"{name}.attention_conv", rows, lambda rows: _attended(draft, name, rows, context, stages))
-    x = stages[f"{name} attention"] = residual + attended
+    attention = lambda rows: _attended(draft, name, rows, context, stages)
+    x = stages[f"{name} attention"] = residual + _around(draft, f"{name}.attention_conv", rows, attention)
 
     def mlp(rows: Tensor) -> Tensor:
         gate, up = (_linear(draft, f"{name}.mlp.{half}_proj", rows) for half in ("gate", "up"))

@@ -264,7 +264,8 @@ def of_model(model: DraftModel) -> Draft:
         kind, taps=tuple(model.taps), heads=(config.heads, config.kv_heads, config.head_dim), rotation=rotation,
         eps=config.rms_norm_eps, flags=flags, mask=getattr(getattr(model, "backbone", model), "mask_token", None),
         skip=0 if getattr(config, "anchor_predicts", False) else 1, markov=getattr(config, "markov", ""),
-        window=getattr(config, "window", None), candidates=getattr(config, "candidates", 0), prefix=getattr(config, "pure_prefix", 0), **parts,
+        window=getattr(config, "window", None), candidates=getattr(config, "candidates", 0),
+        prefix=getattr(config, "pure_prefix", 0), **parts,
     )  # fmt: skip
 
 
