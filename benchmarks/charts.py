@@ -6,7 +6,6 @@ Drawn with the report page's own chart code, at the width of a phone.  Each char
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,6 @@ KINDS = ("mtp", "eagle", "dspark", "domino", "dflash", "eagle3", "medusa")
 """Methods whose acceptance is drawn by depth; one colour each."""
 CLASSES = ("name", "axis", "value-small", "reference", "reference-text", "line", "mark", "end", "leader", "bar")
 """Variables of the style sheet that these charts use."""
-ENGINES = ("outrider", "llama.cpp", "OpenVINO", "vLLM", "transformers")
 
 
 class Bar(NamedTuple):
@@ -42,8 +40,6 @@ def charts(found: Mapping[str, Any]) -> dict[str, str]:
         "methods": methods(found["methods"]),
         "depth": depth(found["methods"]),
         "untrained": untrained(found["retrieval"]),
-        "peers": engines(found["peers"]["rows"], "batch", "texts at a time"),
-        "serving": engines(found["serving"]["parts"]["peers"]["rows"], "concurrency", "clients"),
     }
     return {name: svg(chart) for name, chart in drawn.items()}
 
@@ -87,24 +83,6 @@ def depth(found: Mapping[str, Any]) -> Lines:
     deepest = max(len(line.points) for line in series)
     places = Axis("depth of the drafted token", 1, deepest, at=range(1, deepest + 1))
     return drawn(series, places, Axis("accepted", 0, 1, lambda value: f"{value:.0%}"))
-
-
-def engines(rows: Sequence[Mapping[str, Any]], by: str, label: str) -> Lines:
-    """Tokens per second of each engine's fastest setting, by the number of concurrent texts."""
-    best: dict[str, dict[int, float]] = {}
-    for row in rows:
-        engine = next(name for name in ENGINES if row["way"].lower().startswith(name.lower()))
-        own = best.setdefault(engine, {})
-        own[row[by]] = max(own.get(row[by], 0.0), row["tokens_per_s"])
-    series = [
-        Line(engine, colour, [(math.log2(at), speed) for at, speed in sorted(best[engine].items())])
-        for colour, engine in enumerate(ENGINES) if engine in best
-    ]  # fmt: skip
-    counts = sorted({at for own in best.values() for at in own})
-    most = max(speed for own in best.values() for speed in own.values())
-    across = Axis(label, 0, math.log2(counts[-1]), lambda value: f"{2**value:.0f}", [math.log2(at) for at in counts])
-    up = Axis("tokens per second", 0, 250 * math.ceil(most / 250), lambda value: f"{value:,.0f}")
-    return drawn(series, across, up)
 
 
 def drawn(series: Sequence[Line], x: Axis, y: Axis) -> Lines:

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextlib import nullcontext as nothing
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import gpu_acceptance, gpu_step
 from benchmarks.replay import Replay
-from outrider import demo, generation, load_drafter, load_target
+from outrider import demo, generation, load_target
 from outrider.data.answers.store import Answer
 from outrider.data.features.live import LiveFeatures
 from outrider.decoding.draft import Draft
@@ -35,14 +26,12 @@ from outrider.decoding.state import Request
 from outrider.drafters import find
 from outrider.errors import first_line
 from outrider.fast import NotCompiled, flat
-from outrider.fast.gpu.cuda_graphs import CudaGraphs, cuda_graph
+from outrider.fast.gpu.cuda_graphs import CudaGraphs
 from outrider.fast.passes.compiled import CompiledStep, TracedPass
 from outrider.gate import parity
 from outrider.plan.measured.profile import busy_seconds
-from outrider.runs.stages import run as outrider_run
 from outrider.sampling.settings import Sampling
 from outrider.targets.cache.slots import SlotCache
-from outrider.targets.hf import gpu_attention
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training.config import Config as TrainConfig
 from outrider.training.optimizers import Optimizers
@@ -77,7 +66,7 @@ def run(row: str, device: str, small: bool, known: Known, out: Path) -> dict[str
     """The figures of one row.  out: where they are written as they are produced; a trace is written next to it."""
     Points.place = out
     kind, _, shape = row.partition("-")
-    torch.set_grad_enabled(kind in ("training", "compiled", "demo"))
+    torch.set_grad_enabled(kind == "training")
     given: Any = (device, small, known) if not shape else (shape, device, small, known)
     found: dict[str, Any] = ROWS[kind](*given)
     if device == "cuda":
@@ -436,56 +425,6 @@ def measure_exactness(device: str, small: bool, known: Known) -> dict[str, Any]:
     return {"points": found}
 
 
-# ── waits ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-KINDS: dict[str, dict[str, Any]] = {
-    "none": {}, "ngram": {}, "dspark": {"layers": 2}, "dflash": {"layers": 2}, "eagle3": {}, "mtp": {}, "medusa": {},
-    "small_model": {"model": str(demo.SMALL_MODEL)},
-}  # fmt: skip
-
-
-def measure_syncs(device: str, small: bool, known: Known) -> dict[str, Any]:
-    """Where a step waits for the device, and how often, for several drafters on the demo target."""
-    target = load_target("demo", device=device, compile=False)
-    prompts = [target.encode(text) for _, text in demo.prompts("held_out", 1)]
-    found = Points()
-    for is_captured, (kind, settings) in itertools.product((True, False), KINDS.items()):
-        point: dict[str, Any] = {"captured": is_captured, "drafter": kind}
-        try:
-            with captured(target, is_captured) as why:
-                if is_captured and target.step.graph is None:
-                    raise NotCompiled(why)
-                drafter = None if kind == "none" else load_drafter(kind, target, **settings)
-                written(target, prompts, 16, drafter)
-                point |= waits(target, prompts, 8 if small else 32, drafter, device)
-        except Exception as error:  # one drafter's failure does not stop the others
-            point["error"] = f"{type(error).__name__}: {first_line(error)[:300]}"
-        found.append(point)
-    return {"points": found}
-
-
-def waits(
-    target: TransformersTarget, prompts: list[list[int]], new: int, drafter: Drafter | None, device: str
-) -> dict[str, Any]:
-    """Waits per step by the line of ours that caused them; milliseconds per step."""
-    steps: list[float] = []
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("warn")
-        written(target, prompts, new, drafter, on_step=lambda: steps.append(time.perf_counter()))
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-    own = [one for one in heard if "synchron" in str(one.message)]
-    lines = Counter(f"{'/'.join(Path(one.filename).parts[-2:])}:{one.lineno}" for one in own)
-    count = len(steps)
-    gaps = sorted(1e3 * (b - a) for a, b in itertools.pairwise(steps))
-    return {
-        "waits_per_step": len(own) / count, "ms": gaps[len(gaps) // 2] if gaps else None, "steps": count,
-        "lines": {line: round(times / count, 2) for line, times in lines.most_common(12)},
-    }  # fmt: skip
-
-
 # ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 TRAINED = "dspark", "dflash", "eagle3"
@@ -560,151 +499,9 @@ def trained(
     }  # fmt: skip
 
 
-def measure_compiled(shape: str, device: str, small: bool, known: Known) -> dict[str, Any]:
-    return measure_training(shape, device, small, known, compiled=True)
-
-
 def measure_acceptance(device: str, small: bool, known: Known) -> dict[str, Any]:
     """See `gpu_acceptance`."""
     return gpu_acceptance.measure(device, small, known, median_ms, Points())
-
-
-# ── attention ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def measure_attention(device: str, small: bool, known: Known) -> dict[str, Any]:
-    """One layer's attention of few rows over a long cache, in each of torch's variants: milliseconds, and the share of
-    the memory speed."""
-    found, speed = Points(), known.get("machine", {}).get("copied_gb_per_s")
-    for batch, context, width in itertools.product((1, 4, 16, 64), (64,) if small else (1024, 8192), (1, 8)):
-        given = attention_of(batch, context, width, device, small)
-        reads = 2 * given[1].nbytes
-        point: dict[str, Any] = {"batch": batch, "context": context, "width": width}
-        for name, (way, backend) in WAYS.items():
-            try:
-                ms = median_ms(replayed(functools.partial(by, backend, way, *given), device), device, 0.02)
-                point[name] = {"ms": ms, "share": reads / speed / 1e6 / ms if speed else None}
-            except RuntimeError as error:
-                point[name] = {"error": first_line(error)[:200]}
-        found.append(point)
-    return {
-        "points": found,
-        "new_lengths": {name: new_lengths(backend, device, small) for name, backend in PLANS.items()},
-    }
-
-
-def attention_of(batch: int, context: int, width: int, device: str, small: bool) -> tuple[torch.Tensor, ...]:
-    """Queries, keys, values and mask of one layer."""
-    heads, kv, size = (4, 2, 32) if small else (32, 8, 128)
-    q = torch.randn(batch, heads, width, size, device=device, dtype=torch.bfloat16)
-    k, v = (torch.randn(batch, kv, context, size, device=device, dtype=q.dtype) for _ in range(2))
-    mask = torch.zeros(batch, 1, width, context, device=device, dtype=q.dtype)
-    mask[..., -3:] = -torch.inf
-    return q, k, v, mask
-
-
-def by(backend: SDPBackend | None, way: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
-    """Attention by one of torch's kernels, if one is named and the device has it."""
-    with nothing() if backend is None or given[0].device.type == "cpu" else sdpa_kernel(backend):
-        return way(*given)
-
-
-def new_lengths(backend: SDPBackend, device: str, small: bool) -> float:
-    """Milliseconds of one layer's attention when every call has a different number of columns, as in the steps of a
-    text."""
-    q, k, v, mask = attention_of(1, 64 if small else 1024, 8, device, small)
-    ends = iter(range(k.shape[2] // 2, k.shape[2]))
-
-    def run() -> None:
-        end = next(ends)
-        by(backend, grouped, q, k[:, :, :end], v[:, :, :end], mask[..., :end])
-
-    return median_ms(run, device, 0.0)
-
-
-def replayed(function: Callable[[], object], device: str) -> Callable[[], object]:
-    """A captured function, so that launches do not count."""
-    return again(function)[0] if device == "cpu" else cuda_graph(function)[0]  # type: ignore[arg-type]
-
-
-def grouped(q: Any, k: Any, v: Any, mask: Any) -> Any:
-    """Query heads that share keys as additional rows of one head: nothing is copied."""
-    batch, heads, width, size = q.shape
-    kv = k.shape[1]
-    rows = q.view(batch, kv, heads // kv * width, size)
-    out = scaled_dot_product_attention(rows, k, v, attn_mask=mask.repeat(1, 1, heads // kv, 1))
-    return out.reshape(batch, heads, width, size)
-
-
-def repeated(q: Any, k: Any, v: Any, mask: Any) -> Any:
-    """As in transformers: keys and values copied to every query head."""
-    times = q.shape[1] // k.shape[1]
-    return scaled_dot_product_attention(
-        q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1), attn_mask=mask
-    )  # fmt: skip
-
-
-def by_matmuls(q: Any, k: Any, v: Any, mask: Any) -> Any:
-    """Scores, softmax, values: two batched products over grouped rows."""
-    batch, heads, width, size = q.shape
-    rows = q.view(batch, k.shape[1], heads // k.shape[1] * width, size)
-    out = gpu_attention.by_matmuls(rows, k, v, mask.repeat(1, 1, heads // k.shape[1], 1))
-    return out.reshape(batch, heads, width, size)
-
-
-def flagged(q: Any, k: Any, v: Any, mask: Any) -> Any:
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-
-
-PLANS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
-WAYS: dict[str, tuple[Callable[..., Any], SDPBackend | None]] = {
-    "repeated": (repeated, None), "two products": (by_matmuls, None),
-    **{f"grouped, {name}": (grouped, backend) for name, backend in PLANS.items()},
-    "gqa flag, cudnn": (flagged, SDPBackend.CUDNN_ATTENTION),
-}  # fmt: skip
-
-
-# ── tests and the demo ────────────────────────────────────────────────────────────────────────────────────────────────
-
-TESTS = ["tests/targets/test_cuda_graphs.py", "tests/targets/test_gpu_pass.py", "tests/contracts/test_exactness.py"]
-
-
-def measure_tests(device: str, small: bool, known: Known) -> dict[str, Any]:
-    """The contract suite with its target on the device, and the tests marked `gpu`."""
-    tests = TESTS[:2] if small else TESTS
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "--no-header", "-p", "no:cacheprovider"]
-    workers = [] if small else ["-n", "10"]
-    done = subprocess.run(
-        [*command, *workers, *tests], env=os.environ | {"OUTRIDER_TEST_DEVICE": device}, capture_output=True, text=True
-    )
-    lines = done.stdout.strip().splitlines()
-    failed = [line[:200] for line in lines if line.startswith(("FAILED", "ERROR"))]
-    found: dict[str, Any] = {"exit": done.returncode, "last": lines[-1:], "failed": failed[:60]}
-    if done.returncode:
-        found["error"] = f"pytest: {' '.join(lines[-1:]) or done.stderr[-300:]}"
-    return found
-
-
-def measure_demo(device: str, small: bool, known: Known) -> dict[str, Any]:
-    """The best drafter's recipe on the demo target: answers, training, and the speed-up of its drafts."""
-    recipe = Path(__file__).with_name("best.yaml")
-    with tempfile.TemporaryDirectory() as place:
-        changes: dict[str, Any] = {"target.device": device, "prepare.folder": f"{place}/answers"}
-        os.chdir(place)
-        if small:
-            changes |= {
-                "prepare.count": 8, "prepare.max_new_tokens": 16, "train.steps": 2, "train.batch": 2,
-                "evaluate.prompts": 1, "evaluate.max_new_tokens": 8,
-            }  # fmt: skip
-        overrides, seconds, report = [f"{key}={value}" for key, value in changes.items()], {}, None
-        for stage in ("prepare", "train", "evaluate"):
-            began = time.perf_counter()
-            report = outrider_run(recipe, overrides, stages=[stage])
-            seconds[stage] = time.perf_counter() - began
-    assert report is not None
-    rows = [row.model_dump(mode="json", exclude={"prompts"}) for row in report.rows]
-    wanted = ("drafter", "temperature", "speedup", "tokens_per_step", "mean_accepted", "acceptance", "exact")
-    return {"seconds_of": seconds, "points": [{key: row[key] for key in wanted if key in row} for row in rows]}
 
 
 def measure_step(shape: str, device: str, small: bool, known: Known) -> dict[str, Any]:
@@ -716,7 +513,5 @@ def measure_step(shape: str, device: str, small: bool, known: Known) -> dict[str
 
 ROWS: dict[str, Callable[..., dict[str, Any]]] = {
     "machine": measure_machine, "passes": measure_passes, "loop": measure_loop, "exact": measure_exactness,
-    "syncs": measure_syncs, "training": measure_training, "compiled": measure_compiled, "tests": measure_tests,
-    "demo": measure_demo, "attention": measure_attention, "acceptance": measure_acceptance,
-    "step": measure_step,
+    "training": measure_training, "acceptance": measure_acceptance, "step": measure_step,
 }  # fmt: skip

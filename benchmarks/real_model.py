@@ -36,9 +36,9 @@ from batch_time import promise, write
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import peers  # noqa: E402
+from benchmarks import answering  # noqa: E402
+from benchmarks.answering import Answers  # noqa: E402
 from benchmarks.engines.build_llama import COMMIT, VERSION, server  # noqa: E402
-from benchmarks.peers import Answers  # noqa: E402
 from benchmarks.same_text import Verdicts, read  # noqa: E402
 from outrider import load_drafter, machine  # noqa: E402
 from outrider.formats.gguf import layouts  # noqa: E402
@@ -66,7 +66,7 @@ def main() -> int:
     with ExitStack() as stack, tempfile.TemporaryDirectory() as place:
         ways = dict(ours(target))
         if not options.no_transformers:
-            ways["transformers"] = partial(peers.transformers, target, {})
+            ways["transformers"] = partial(answering.transformers, target)
         tuned = dict(llama_ways(stack, target, Path(place), options.gguf, prompts))
         ways |= {name: answer for name, (answer, _) in tuned.items()}
         rows = measured(ways, prompts, options.new, options.rounds)
@@ -89,7 +89,7 @@ def main() -> int:
 
 def ours(target: Any) -> Iterator[tuple[str, Answers]]:
     for name in ("plain", "ngram", "suffix"):
-        yield name, partial(peers.outrider, target, None if name == "plain" else load_drafter(name, target), False)
+        yield name, partial(answering.outrider, target, None if name == "plain" else load_drafter(name, target), False)
 
 
 def llama_ways(
@@ -121,7 +121,7 @@ def tuned(target: Any, binary: Path, model: Path, samples: list[list[int]]) -> d
 
 
 def llama(target: Any, binary: Path, model: Path, threads: int, flash: str) -> AbstractContextManager[Answers]:
-    return peers.llama(target, binary, model, 1, lambda: ["-fa", flash, "-t", threads, "-tb", threads])
+    return answering.llama(target, binary, model, 1, ["-fa", flash, "-t", threads, "-tb", threads])
 
 
 # ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -167,7 +167,7 @@ def compared(
 ) -> dict[str, dict[str, Any]]:
     """Our texts compared with transformers' own."""
     every = [(kind, n, prompt) for kind, own in prompts.items() for n, prompt in enumerate(own)]
-    reference = {(kind, n): peers.transformers(target, {}, [prompt], new, 1)[0] for kind, n, prompt in every}
+    reference = {(kind, n): answering.transformers(target, [prompt], new, 1)[0] for kind, n, prompt in every}
     found = {}
     for way in ("plain", "ngram", "suffix"):
         own = [row for row in rows if row["way"] == way]

@@ -32,10 +32,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import peers  # noqa: E402
+from benchmarks import answering  # noqa: E402
+from benchmarks.answering import Answers  # noqa: E402
 from benchmarks.batch_time import promise, write  # noqa: E402
 from benchmarks.engines.server_process import running  # noqa: E402
-from benchmarks.peers import Answers  # noqa: E402
 from outrider import load_drafter, machine  # noqa: E402
 from outrider.targets import accuracy  # noqa: E402
 from outrider.targets.load import load_target  # noqa: E402
@@ -61,7 +61,7 @@ def main() -> int:
     prompts = [prompt for _, path in pairs for prompt in read(target, path, options.prompts)]
     reference = []
     for prompt in prompts:
-        reference += peers.transformers(target, {}, [prompt], options.new, 1)
+        reference += answering.transformers(target, [prompt], options.new, 1)
         print(f"transformers: {len(reference)} of {len(prompts)}", file=sys.stderr, flush=True)
     judged = Verdicts(target, prompts, reference)
     rows = []
@@ -96,7 +96,7 @@ def way(name: str, target_name: str, target: Any, slots: int) -> AbstractContext
     torch.manual_seed(0)
     options = {"layers": 2, "block": 6} if kind == "dflash" else {}
     drafter = None if kind == "plain" else load_drafter(kind, target, **options)
-    return nullcontext(partial(peers.outrider, target, drafter, is_whole))
+    return nullcontext(partial(answering.outrider, target, drafter, is_whole))
 
 
 @contextmanager
@@ -115,9 +115,9 @@ def server(target_name: str, kind: str, target: Any, slots: int) -> Iterator[Ans
         def ask(prompt: list[int], new: int) -> list[int]:
             body = {"prompt": prompt, "max_tokens": new, "temperature": 0, "return_token_ids": True}
             reply = client.post("/v1/completions", json=body).raise_for_status().json()
-            return peers.without_ends(target, reply["choices"][0]["token_ids"])
+            return answering.without_ends(target, reply["choices"][0]["token_ids"])
 
-        yield partial(peers.pooled, ask)
+        yield partial(answering.pooled, ask)
 
 
 # ── verdicts ──────────────────────────────────────────────────────────────────────────────────────────────────────────

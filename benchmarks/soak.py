@@ -2,7 +2,7 @@
 temperature.
 
     python benchmarks/soak.py [--tokens 1000000] [--seed 0] [--compiled | --whole-step]
-                              [--case NUMBER | --resume FILE …] [--out FILE]
+                              [--case NUMBER] [--out FILE]
 
 A case draws a family of tiny random models in one of its real forms (or the demo target), its dtype, a batch of
 requests with individual settings, including grammars over ids or over text, ends, a context, a drafter that replays the
@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import random
 import sys
 import time
@@ -692,48 +691,25 @@ class Sum:
     found: Outcome = field(default_factory=Outcome)
     cases: Counter[str] = field(default_factory=Counter)
     """By setting."""
-    spans: list[list[int]] = field(default_factory=list)
-    """Numbers of the cases: first, and one past the last."""
-    seconds: float = 0.0
+    count: int = 0
 
     def add(self, case: Case, one: Outcome) -> None:
-        self.add_outcome(one)
         self.cases.update([*case.settings, *{name for request in case.requests for name in _asked(request)}])
-        self.spans[-1][1] = case.number + 1
-
-    def add_outcome(self, one: Outcome) -> None:
+        self.count += 1
         self.found.tokens += one.tokens
         self.found.by_setting.update(one.by_setting)
         self.found.events.update(one.events)
         self.found.mismatches += one.mismatches
         self.found.ties += one.ties
 
-    def add_file(self, path: Path, seed: int) -> None:
-        """Add the results of an earlier run of this seed; its cases with mismatches are judged again, by the current
-        code."""
-        read = json.loads(path.read_text())
-        assert read["totals"]["seed"] == seed, f"{path} is of seed {read['totals']['seed']}"
-        doubted = sorted({one["case"] for one in read["mismatches"]})
-        again = [tried(drawn(seed, number)) for number in doubted]
-        read["mismatches"] = [one for outcome in again for one in outcome.mismatches]
-        read["ties"] = [one for one in read["ties"] if one["case"] not in doubted]
-        read["ties"] += [one for outcome in again for one in outcome.ties]
-        tokens = {name: counts["tokens"] for name, counts in read["settings"].items()}
-        events, totals = Counter(read["events"]), read["totals"]
-        self.add_outcome(Outcome(totals["tokens"], Counter(tokens), read["mismatches"], read["ties"], events))
-        self.cases.update({name: counts["cases"] for name, counts in read["settings"].items()})
-        self.spans += read["spans"]
-        self.seconds += read["provenance"]["seconds"]
-
     def as_json(self, seed: int, seconds: float) -> dict[str, Any]:
         found = self.found
         names = ("of", "wanted", "ends", "logprobs", "text", "crash")
         kinds = Counter(next(key for key in names if key in one) for one in found.mismatches)
-        counts = {"seed": seed, "cases": sum(end - first for first, end in self.spans), "tokens": found.tokens}
+        counts = {"seed": seed, "cases": self.count, "tokens": found.tokens}
         return {
-            "provenance": provenance(self.seconds + seconds),
+            "provenance": provenance(seconds),
             "totals": counts | {"mismatches": len(found.mismatches), "of_these": kinds, "ties": len(found.ties)},
-            "spans": [span for span in self.spans if span[0] < span[1]],
             "settings": {
                 name: {"cases": self.cases[name], "tokens": found.by_setting[name]} for name in sorted(self.cases)
             },
@@ -750,19 +726,11 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="the demo target alone, compiled: the kernels' paths")
     parser.add_argument("--whole-step", action="store_true", help="recorded steps in place of plain ones")
     parser.add_argument("--case", type=int, help="only this one, with its settings on stderr")
-    parser.add_argument("--first", type=int, help="number of the first case; behind the last of --resume without it")
-    parser.add_argument(
-        "--resume", type=Path, action="append", default=[], help="count in what this file found; repeatable"
-    )
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     options = parser.parse_args()
     logging.set_verbosity_error()  # about keys that greedy decoding does not use
     began, kept, total = time.perf_counter(), time.perf_counter(), Sum()
-    for path in options.resume:
-        total.add_file(path, options.seed)
-    first = max((end for _, end in total.spans), default=0) if options.first is None else options.first
-    first = first if options.case is None else options.case
-    total.spans.append([first, first])
+    first = options.case or 0
     # a stopped run still reports its results so far
     with progress_bar() as bar, suppress(KeyboardInterrupt):
         task = bar.add_task("tokens", total=options.tokens)

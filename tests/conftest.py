@@ -51,7 +51,7 @@ settings.load_profile("tests")
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = os.environ["OUTRIDER_TEST_DEVICE"]
-"""Where the shared target of the contract suite lives; see `benchmarks/gpu.py`."""
+"""Where the shared target of the contract suite lives: cpu or cuda."""
 
 SMALL = {
     "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32, "block": 4, "length": 4, "rank": 8,

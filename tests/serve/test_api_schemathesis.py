@@ -1,6 +1,6 @@
 """Bodies that nobody thought of, drawn from the OpenAPI document: none is answered with a 5xx or against the document.
 
-Here are as many as take some seconds; `benchmarks/serving.py` draws thousands.
+Here are as many as take some seconds; a nightly run sets OUTRIDER_SCHEMATHESIS_CASES.
 """
 
 import os
