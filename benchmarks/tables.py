@@ -61,7 +61,6 @@ TABLES: dict[str, list[Table]] = {
     "every_family": [Table("rows", "family; form; dtype; mode; outcome; reason:reason=why")],
     "soak": [Table("settings", "cases:,; tokens:,"), Table("events", "=times:,")],
     "kills": [Table("spent", "before_call=in a save, at; from_step; saved_step")],
-    "distributed": [Table("losses", "from_one:.1e=from one process; from_float64:.1e=from float64")],
     "bounds": [
         Table("rows", "drafter; temperature; way=steps of; rows:.1f; set_by; draft_ms:.2f; verify_ms:.2f; "
               "tokens_per_step:.2f; over_plain:.2f; bound:.2f; of_bound:.0%=of it"),
@@ -112,11 +111,6 @@ TABLES: dict[str, list[Table]] = {
               "predicted.seconds:.2f=planned s; found.seconds:.2f=found"),
     ],
     "gate": [Table("cases", "times=pairs; stopped; warned; stops_by_rule=stopped by")],
-    "replay": [
-        Table("schedule", "=value", "12,000 calls on a schedule"),
-        Table("death", "=value", "The server killed and started again"),
-        Table("readers", "cpu_ms_per_call:.2f=CPU, ms a call", "Readers of a streamed answer of 8 pieces"),
-    ],
     "engines": [
         Table("rows", "row=draft; texts_equal; prompts; steps=steps, ours and engine; steps_equal:.1%; error:reason"),
     ],

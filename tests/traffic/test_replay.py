@@ -52,7 +52,7 @@ class Stub:
         self.start()
 
     def start(self) -> None:
-        script = str(ROOT / "benchmarks" / "stub_server.py")
+        script = str(Path(__file__).with_name("stub_server.py"))
         command = [sys.executable, script, "--port", str(self.port), *FAST, *self.options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.port = int(self.process.stdout.readline())

@@ -1,7 +1,7 @@
 """Connections to one server over HTTP/1.1, each carrying one streamed answer at a time.  No torch.
 
 h11 implements HTTP; this file records when bytes arrive and how an answer ends.  httpx would take three times the CPU
-per call: two thirds of a core at 200 calls/s, which would distort the times (benchmarks/traffic.py).
+per call: two thirds of a core at 200 calls/s, which would distort the times.
 
 Whatever a server does, nothing here raises: every failure is recorded in an `Answer`.
 """

@@ -1,6 +1,6 @@
 """An OpenAI-compatible server whose text is a function of the prompt: for replays that measure the replay itself.
 
-    python benchmarks/stub_server.py [--port 0] [--pieces 8] [--first-ms 5] [--gap-ms 5] [--slower 1] [--other]
+    python tests/traffic/stub_server.py [--port 0] [--pieces 8] [--first-ms 5] [--gap-ms 5] [--slower 1] [--other]
 
 It prints its port on the first line.  The answer is `pieces` pieces of two tokens each, with counts as if one of three
 drafted tokens were accepted per step; counters at /metrics (vLLM's names), the same figures on each answer's last
