@@ -207,7 +207,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=list(SETUPS), default="smollm2")
     parser.add_argument("--minutes", type=lambda text: [float(each) for each in text.split(",")], default=[])
-    parser.add_argument("--steps", action="store_true", help=f"{STEPS} steps for all methods, in place of minutes")
+    parser.add_argument(
+        "--steps", type=int, nargs="?", const=STEPS, help=f"for all methods, in place of minutes: {STEPS}"
+    )
+    parser.add_argument("--answers", type=int, help="train on the first so many; needs a store of its own")
+    parser.add_argument("--cells", type=Path, default=CELLS, help="the store")
     parser.add_argument("--only", help="methods, separated by semicolons")
     parser.add_argument("--seeds", type=lambda text: [int(each) for each in text.split(",")], default=[0, 1, 2])
     parser.add_argument("--prompts", type=int, default=16, help="of each kind")
@@ -217,19 +221,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    options.out = options.out and options.out.absolute()
+    options.out, options.cells = options.out and options.out.absolute(), options.cells.absolute()
     os.chdir(ROOT)  # recipes name their answers relative to this folder
     if not options.table:
         setup = SETUPS[options.target]
         names = options.only.split(";") if options.only else [name for name in setup.methods if name not in STUDIES]
         if unknown := [name for name in names if name not in setup.methods]:
             parser.error(f"unknown: {', '.join(unknown)}; known: {'; '.join(setup.methods)}")
-        bench = Bench(options.target, setup, options.prompts, options.new)
-        budgets = [None] if options.steps else options.minutes or [MINUTES if options.target == "demo" else 15.0]
+        if (options.answers or options.steps not in (None, STEPS)) and options.cells == CELLS:
+            parser.error("--answers and other --steps make cells that the store's can't be compared with; give --cells")
+        bench = Bench(options.target, setup, options)
+        budgets = (
+            [None] if options.steps is not None else options.minutes or [MINUTES if options.target == "demo" else 15.0]
+        )
         for minutes, seed, name in itertools.product(budgets, options.seeds, names):
-            if cell_of(options.target, name, minutes, seed) is None:
+            if cell_of(options.cells, options.target, name, minutes, seed) is None:
                 bench.run(name, minutes, seed)
-    write(table(list(cells())), options.out)
+    write(table(list(cells(options.cells))), options.out)
 
 
 # ── one cell ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -238,12 +246,11 @@ def main() -> None:
 class Bench:
     """Trains and measures the cells of one target."""
 
-    def __init__(self, name: str, setup: Setup, count: int, new: int):
-        """count: prompts of each kind; new: tokens a prompt."""
-        self.name, self.setup, self.new = name, setup, new
+    def __init__(self, name: str, setup: Setup, options: argparse.Namespace):
+        self.name, self.setup, self.options = name, setup, options
         self.target: TransformersTarget = load_target(name, compile=False)
         self.prompts = {
-            task.rpartition(":")[2]: [(one.id, as_tokens(self.target, one)) for one in prompts(task, count)]
+            task.rpartition(":")[2]: [(one.id, as_tokens(self.target, one)) for one in prompts(task, options.prompts)]
             for task in setup.tasks
         }
 
@@ -258,7 +265,7 @@ class Bench:
             for kind, texts in self.prompts.items()
         ]
         cell = {"target": self.name, "method": name, "minutes": minutes, "seed": seed, **facts, "rows": rows}
-        with CELLS.open("a") as lines:
+        with self.options.cells.open("a") as lines:
             lines.write(json.dumps(cell, separators=(",", ":")) + "\n")
         say(f"{name}, seed {seed}: " + "; ".join(f"{r['draft']}, {r['kind']} {r['tokens_per_step']:.2f}" for r in rows))
 
@@ -269,19 +276,22 @@ class Bench:
         if own.reference is not None:
             changes.append(f"train.reference={self.train(own.reference, minutes, seed)[1]}")
         budgeted = "steps" if minutes is None else f"{minutes:g}"
+        if self.options.answers:
+            changes.append(f"prepare.count={self.options.answers}")
         changes.append(f"name=methods/{re.sub('[^a-z0-9]+', '-', f'{self.name} {name}')}-{budgeted}-{seed}")
         settings, _ = load(file, changes)
         if not (settings.answers / ANSWERS).exists() or len(self.answers(settings)) < (settings.prepare.count or 0):
             stages.run(file, changes, stages=["prepare"])
-        rates = self.rates(name, settings)
-        steps = STEPS if minutes is None else planned(minutes * self.setup.cores, len(self.answers(settings)), rates)
+        steps, rates = self.options.steps, self.rates(name, settings) if minutes is not None else None
+        if rates is not None:
+            steps = planned(minutes * self.setup.cores, len(self.answers(settings)), rates)
         changes += [f"train.steps={steps}", "train.save_every=50", f"train.log_every={steps}"]
         say(f"{name}, seed {seed}: {steps} steps")
         stages.run(file, changes, stages=["train"])
         checkpoint = settings.folder / "checkpoint"
         model, manifest = load_model(checkpoint, self.target), manifest_of(checkpoint)
         return {
-            "commit": version(), "steps": steps, "cpu_seconds": round(steps * rates["step"], 1),
+            "commit": version(), "steps": steps, "cpu_seconds": rates and round(steps * rates["step"], 1),
             "parameters": sum(weight.numel() for weight in model.parameters()),
             "texts": len(self.answers(settings)), "held_out": manifest.get("held_out"),
         }, checkpoint  # fmt: skip
@@ -305,10 +315,10 @@ class Bench:
         return rates
 
     def measured(self, drafter: Any, texts: Sequence[tuple[str, list[int]]], temperature: float) -> dict[str, Any]:
+        texts_tokens, new = [tokens for _, tokens in texts], self.options.new
         found = generate(
-            self.target, [tokens for _, tokens in texts], drafter, max_new_tokens=self.new, temperature=temperature,
-            seed=0, policy="fixed",
-        )  # fmt: skip
+            self.target, texts_tokens, drafter, max_new_tokens=new, temperature=temperature, seed=0, policy="fixed"
+        )
         tokens, steps = sum(len(one.tokens) for one in found), sum(one.steps for one in found)
         return {
             "tokens": tokens,
@@ -359,15 +369,15 @@ def say(text: str) -> None:
 # ── all cells ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def cells() -> Iterator[dict[str, Any]]:
+def cells(store: Path = CELLS) -> Iterator[dict[str, Any]]:
     """The store."""
-    if CELLS.exists():
-        yield from map(json.loads, CELLS.read_text().splitlines())
+    if store.exists():
+        yield from map(json.loads, store.read_text().splitlines())
 
 
-def cell_of(target: str, name: str, minutes: float | None, seed: int) -> dict[str, Any] | None:
+def cell_of(store: Path, target: str, name: str, minutes: float | None, seed: int) -> dict[str, Any] | None:
     key = target, name, minutes, seed
-    return next((c for c in cells() if (c["target"], c["method"], c["minutes"], c["seed"]) == key), None)
+    return next((c for c in cells(store) if (c["target"], c["method"], c["minutes"], c["seed"]) == key), None)
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -390,10 +400,11 @@ def is_in(cell: Mapping[str, Any], column: str) -> bool:
 
 def summary(name: str, column: str, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One method in one column: mean and spread over its seeds."""
+    seconds = [cell["cpu_seconds"] for cell in own if cell["cpu_seconds"] is not None]
     said: dict[str, Any] = {
         "method": name, "column": column, "seeds": len(own), "parameters": own[0]["parameters"],
         "training_steps": round(statistics.mean(cell["steps"] for cell in own)),
-        "training_cpu_seconds": round(statistics.mean(cell["cpu_seconds"] for cell in own)),
+        "training_cpu_seconds": seconds and round(statistics.mean(seconds)),
     }  # fmt: skip
     for temperature in (0.0, 1.0):
         rows = [rows for cell in own if (rows := rows_of(cell, "default", temperature))]
