@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from outrider.errors import ConfigError, first_line
 
 T = TypeVar("T", bound="Config")
+Quantization = Literal["int8", "q8_0", "q4_0", "q4_k"]
+"""How the weights of linear layers are rounded when a model is loaded."""
 
 
 RENAMED = {

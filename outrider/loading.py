@@ -25,7 +25,7 @@ from outrider.kernels import prepacked
 from outrider.nn.draft_model import DraftModel
 from outrider.nn.drafting.remote import RemoteDrafter
 from outrider.targets.protocol import Target
-from outrider.targets.quantised import library, quantise
+from outrider.targets.quantised import check_mode, quantise
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,9 @@ def load_drafter(
     A folder is a checkpoint or a published draft model: speculators, EAGLE, EAGLE-3, DFlash, DSpark, Medusa and the
     other formats of `outrider formats`; a GGUF file is given by its own path.  A trained drafter accepts only settings
     that its weights do not depend on, such as a dflash2's nodes.  A trainable kind without a checkpoint has random
-    weights.  device: where it runs; by default where its config says, else the target's device.  quantize: `int8`
-    rounds the linear layers of the draft model, independent of the target; layers shared with the target stay.  A
+    weights.  device: where it runs; by default where its config says, else the target's device.  quantize: `q8_0`,
+    `q4_0`, `q4_k` or `int8` rounds the linear layers of the draft model, independent of the target; layers shared with
+    the target stay.  A
     checkpoint trained on the unquantised weights of a quantised target fits it; the log reports it.
 
     Raises ConfigError for an unknown name or setting, CheckpointError for a checkpoint that is damaged or was made for
@@ -88,7 +89,7 @@ def load_drafter(
     trained_config = source.manifest.get("config") or {}
     quantize = quantize or trained_config.get("quantize")
     if quantize is not None:
-        library(quantize)
+        check_mode(quantize)
     if source.manifest.get("target"):
         checkpoint.check_binding(source.manifest, target, source.folder, quantised=True)
         _log_precision(source.manifest, target, name)

@@ -487,6 +487,18 @@ FAULTS = [
         ("six_bit_scales", "third & 15 | first >> 6 << 4", "third & 15 | second >> 6 << 4"),
     ),
     fault(
+        "the nibbles of an IQ4 type stand for MXFP4's numbers",
+        ("_iq4_nl", "_listed(IQ4,", "_listed(E2M1,"),
+    ),
+    fault(
+        "weights rounded to Q4_K are shifted by twice their minimum",
+        ("_q4_k", "(x + low[..., None])", "(x - low[..., None])"),
+    ),
+    fault(
+        "quantize: q4_0 rounds every matrix to 8 bits",
+        ("kind_of", "ENDS if is_end else mode.upper()", "ENDS"),
+    ),
+    fault(
         "products in integers leave out the minima of quantised weights",
         ("product_in_integers", "weights.mins is None and not weights.offset", "not weights.offset"),
     ),

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.formats.gguf import tokenizer as gguf_tokenizer
+from outrider.kernels import blocks, quantized
 
 SIZES = {
     "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2,
@@ -46,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "granite": {"model_type": "granite", "attention_multiplier": 0.2, "embedding_multiplier": 12.0,
                 "residual_multiplier": 0.22, "logits_scaling": 8.0},
 }  # fmt: skip
-KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q6_K")
+KINDS = tuple(blocks.BLOCKS)
 
 
 def model_of(case: str) -> Any:
@@ -136,20 +137,19 @@ def _factors(config: Any) -> dict[str, Tensor]:
 
 
 def blocks_of(weight: Tensor, kind: str) -> np.ndarray:
-    """A matrix as rows of blocks, uint8; K types, which llama.cpp's library can't quantise, are random blocks."""
+    """A matrix as rows of blocks, uint8; of types that llama.cpp's library can't quantise, random blocks."""
     types = gguf.GGMLQuantizationType
     if kind == "F32":
         return weight.contiguous().numpy().view(np.uint8)
-    if kind not in ("Q4_K", "Q6_K"):
+    if kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "F16", "BF16"):
         made: np.ndarray = gguf.quants.quantize(weight.contiguous().numpy(), types[kind])
         return made.view(np.uint8)
-    size, block = gguf.GGML_QUANT_SIZES[types[kind]]
-    generator = torch.Generator().manual_seed(weight.numel() % 997)
-    made = torch.randint(0, 256, (weight.numel() // size, block), dtype=torch.uint8, generator=generator).numpy()
-    scales = np.array([2e-4] if kind == "Q6_K" else [8e-3, 0.05], dtype=np.float16).view(np.uint8)
-    at = block - 2 if kind == "Q6_K" else 0
-    made[:, at : at + len(scales)] = scales
-    return made.reshape(weight.shape[0], -1)
+    rows, columns = weight.shape
+    raw = quantized.example(kind, rows, columns, torch.Generator().manual_seed(weight.numel() % 997))
+    each = raw.view(-1, blocks.BLOCKS[kind].bytes)
+    for at in quantized.HALVES[kind]:
+        each[:, at : at + 2] = (each[:, at : at + 2].contiguous().view(torch.float16) * 0.03).view(torch.uint8)
+    return raw.numpy()
 
 
 def write(
@@ -170,9 +170,9 @@ def write(
     for name, weight in tensors.items():
         own = kind if isinstance(kind, str) else kind.get(name, "F32")
         raw = gguf.GGMLQuantizationType["F32" if weight.dim() == 1 else own]
-        blocks = blocks_of(weight, raw.name)
-        writer.add_tensor(name, blocks, raw_dtype=raw) if weight.dim() > 1 else writer.add_tensor(name, weight.numpy())
-        values[name] = weight if raw.name == "F32" else torch.from_numpy(gguf.quants.dequantize(blocks, raw).copy())
+        made = blocks_of(weight, raw.name)
+        writer.add_tensor(name, made, raw_dtype=raw) if weight.dim() > 1 else writer.add_tensor(name, weight.numpy())
+        values[name] = weight if raw.name == "F32" else torch.from_numpy(gguf.quants.dequantize(made, raw).copy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -6,6 +6,9 @@ import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
+import gguf
+import gguf.quants
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +20,10 @@ from outrider.kernels.quantized import QuantizedEmbedding, QuantizedLinear
 
 KINDS = list(blocks.BLOCKS)
 INTEGERS = [kind for kind in KINDS if kind not in blocks.PLAIN]
-NARROW = {"F32": 33, "F16": 40, "BF16": 7, "Q8_0": 96, "Q4_0": 32, "Q4_1": 288, "Q5_0": 544, "Q4_K": 768, "Q6_K": 256}
+NARROW = {
+    "F32": 33, "F16": 40, "BF16": 7, "Q8_0": 96, "Q4_0": 32, "Q4_1": 288, "Q5_0": 544, "Q5_1": 64, "Q2_K": 512,
+    "Q3_K": 768, "Q4_K": 768, "Q5_K": 256, "Q6_K": 256, "IQ4_NL": 160, "IQ4_XS": 512, "MXFP4": 320,
+}  # fmt: skip
 """Columns: odd, fewer than a part of a panel, and no whole number of parts."""
 
 
@@ -28,6 +34,16 @@ def examples(kind: str, rows: int, columns: int) -> Tensor:
 def product(kind: str, given: Tensor, x: Tensor, in_integers: bool = False) -> Tensor:
     activations = "int8" if in_integers else "float32"
     return QuantizedLinear.from_blocks(kind, given, x.shape[-1], None, activations)(x)
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_blocks_are_what_llama_cpps_library_reads_in_them(kind: str) -> None:
+    """Catches a reference that is wrong as the kernels are: every weight of random bytes, bit for bit."""
+    size = blocks.BLOCKS[kind]
+    raw = torch.randint(256, (200, size.bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    with np.errstate(all="ignore"):  # scales that are no numbers
+        exact = torch.from_numpy(gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[kind]))
+    assert torch.equal(blocks.dequantized(kind, raw, size.values).nan_to_num(7), exact.nan_to_num(7))
 
 
 @pytest.mark.parametrize("outputs", [1, 16, 83])
@@ -70,6 +86,8 @@ def test_the_largest_integers_fit(kind: str) -> None:
         for at in quantized.HALVES[kind]:
             for begin in range(0, given.shape[1], blocks.BLOCKS[kind].bytes):
                 extreme[:, begin + at : begin + at + 2] = torch.tensor([0, 0x3C], dtype=torch.uint8)  # 1.0
+        if kind == "MXFP4":
+            extreme[:, :: blocks.BLOCKS[kind].bytes] = 128  # also 1.0
         for x in (torch.ones(1, 256), -torch.ones(1, 256)):
             wanted = quantized.product_in_integers(x, blocks.parts(kind, extreme))
             assert torch.equal(product(kind, extreme, x, True), wanted), byte
@@ -221,6 +239,9 @@ FAULTS = {
     "nibbles": ("return nibbles(from + 4 * PANEL, q % 4, lane, q / 4);", "q / 4", "1 - q / 4", "Q4_1"),
     "neighbour": ("to.scales + block * PANEL + lane, widened(from + 2 * lane)", "2 * lane", "2 * (lane ^ 1)", "Q8_0"),
     "min": ("to.mins + block * PANEL + lane, widened(from + 2 * (", "widened", "0.f * widened", "Q4_1"),
+    "listed": ("return looked_up(IQ4, nibbles(from + 10 * PANEL", "IQ4", "E2M1", "IQ4_XS"),
+    "high bits": ("twos(from + 50 * PANEL, b, q, lane) | ones", "b, q", "b ^ 1, q", "Q3_K"),
+    "exponent": ("(e - 1) << 23", "e - 1", "e - 2", "MXFP4"),
     "scales": ("(six[b + 4] & 15) | (six[b - 4] >> 6) << 4", "six[b + 4]", "six[b]", "Q4_K"),
 }
 """Where a fault is planted, what is replaced there, and the kind that shows it."""
@@ -237,7 +258,7 @@ def test_a_planted_fault_is_noticed(name: str, tmp_path: Path) -> None:
         before, found, after = text.rpartition(place)
         (tmp_path / file.name).write_text(before + found.replace(old, new, 1) + after)
     wrong = differing(compiled(tmp_path / SOURCE.name, VECTORS["32 bytes"], tmp_path / "kernels.so"))
-    assert kind in wrong and len(wrong) <= 2
+    assert kind in wrong and len(wrong) <= 2, wrong
 
 
 class Model(nn.Module):

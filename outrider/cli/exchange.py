@@ -49,7 +49,7 @@ def export(
     target: TargetOption = None,
     precision: Annotated[
         str | None,
-        typer.Option("--precision", help="Number type, if the format has a choice (gguf: f32, f16, bf16, q8_0)."),
+        typer.Option("--precision", help="Number type for GGUF: f32, f16, bf16, q8_0, q4_0 or q4_k."),
     ] = None,
     json_to: JsonTo = None,
 ) -> None:

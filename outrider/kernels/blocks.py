@@ -35,11 +35,18 @@ TYPES = {
     41: Block("Q1_0", 128, 18),
 }  # fmt: skip
 """All types, by ggml's numbers."""
-READABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q6_K")
+READABLE = (
+    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
+    "IQ4_XS", "MXFP4",
+)  # fmt: skip
 BLOCKS = {name: next(block for block in TYPES.values() if block.name == name) for name in READABLE}
 """The types that can be multiplied, by ggml's names."""
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types whose blocks are single numbers."""
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""The numbers that the four bits of an IQ4 type stand for."""
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the floats of 4 bits of MXFP4."""
 
 
 def row_bytes(kind: str, columns: int) -> int:
@@ -101,16 +108,60 @@ def _q4_1(blocks: Tensor) -> Parts:
 
 
 def _q5_0(blocks: Tensor) -> Parts:
-    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
-    fifth = (blocks[:, 2:6, None] >> shifts & 1).flatten(1)  # bit i is number i's
-    return Parts((_halves(blocks[:, 6:]) | fifth << 4)[:, None], 16, _half_floats(blocks, 0), None)
+    return Parts(_fives(blocks[:, 2:])[:, None], 16, _half_floats(blocks, 0), None)
+
+
+def _q5_1(blocks: Tensor) -> Parts:
+    return Parts(_fives(blocks[:, 4:])[:, None], 0, _half_floats(blocks, 0), _half_floats(blocks, 2))
+
+
+def _fives(packed: Tensor) -> Tensor:
+    """Numbers of 5 bits [n, 32]: the fifth bits [n, 4 bytes], then nibbles [n, 16]."""
+    return _halves(packed[:, 4:]) | _shifted(packed[:, :4], 8, 1).transpose(1, 2).flatten(1) << 4
+
+
+def _q2_k(blocks: Tensor) -> Parts:
+    scales, mins = blocks[:, :16] & 15, blocks[:, :16] >> 4
+    return Parts(
+        _pairs(blocks[:, 16:80]), 0, _half_floats(blocks, 80) * scales, _half_floats(blocks, 82) * -mins.float()
+    )
+
+
+def _q3_k(blocks: Tensor) -> Parts:
+    highest = _shifted(blocks[:, :32], 8, 1).view(-1, 16, 16)
+    low, high = _halves(blocks[:, 96:104]), _shifted(blocks[:, 104:108], 4, 2).flatten(1)
+    scales = (low | high << 4).float() - 32
+    return Parts(_pairs(blocks[:, 32:96]) | highest << 2, 4, _half_floats(blocks, 108) * scales, None)
+
+
+def _pairs(packed: Tensor) -> Tensor:
+    """Numbers of 2 bits [n, 16, 16] of bytes [n, 64]: of each 32 bytes first all lowest bits."""
+    return _shifted(packed.reshape(-1, 32), 4, 2).view(-1, 16, 16)
 
 
 def _q4_k(blocks: Tensor) -> Parts:
+    return _k(blocks, _of_blocks(blocks[:, 16:]))
+
+
+def _q5_k(blocks: Tensor) -> Parts:
+    return _k(blocks, _of_blocks(blocks[:, 48:]) | _shifted(blocks[:, 16:48], 8, 1) << 4)
+
+
+def _k(blocks: Tensor, numbers: Tensor) -> Parts:
+    """numbers [n, 8, 32]."""
     scales, mins = six_bit_scales(blocks[:, 4:16])
-    packed = blocks[:, 16:].reshape(-1, 4, 32)
-    numbers = torch.stack([packed & 15, packed >> 4], 2).view(-1, 8, 32)
     return Parts(numbers, 0, _half_floats(blocks, 0) * scales.float(), _half_floats(blocks, 2) * -mins.float())
+
+
+def _of_blocks(packed: Tensor) -> Tensor:
+    """Nibbles [n, 8, 32] of bytes [n, 128]: of each 32 bytes first all low ones."""
+    return _shifted(packed.reshape(-1, 4, 32), 2, 4).view(-1, 8, 32)
+
+
+def _shifted(packed: Tensor, parts: int, bits: int) -> Tensor:
+    """Numbers of this many bits [..., parts, n] of bytes [..., n]: first the lowest bits of all."""
+    shifts = torch.arange(0, parts * bits, bits, dtype=torch.uint8, device=packed.device)[:, None]
+    return packed[..., None, :] >> shifts & (1 << bits) - 1
 
 
 def six_bit_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,13 +172,35 @@ def six_bit_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q6_k(blocks: Tensor) -> Parts:
-    low, high = blocks[:, :128].reshape(-1, 2, 2, 32), blocks[:, 128:192].reshape(-1, 2, 1, 32)
-    nibbles = torch.cat([low & 15, low >> 4], 2)  # [n, half, quarter, 32]
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
-    numbers = (nibbles | (high >> shifts & 3) << 4).view(-1, 16, 16)
-    return Parts(numbers, 32, blocks[:, 192:208].view(torch.int8).float() * _half_floats(blocks, 208), None)
+    low = _shifted(blocks[:, :128].reshape(-1, 2, 64), 2, 4).view(-1, 16, 16)
+    high = _pairs(blocks[:, 128:192])
+    return Parts(low | high << 4, 32, blocks[:, 192:208].view(torch.int8).float() * _half_floats(blocks, 208), None)
+
+
+def _iq4_nl(blocks: Tensor) -> Parts:
+    return Parts(_listed(IQ4, _halves(blocks[:, 2:]))[:, None], 0, _half_floats(blocks, 0), None)
+
+
+def _iq4_xs(blocks: Tensor) -> Parts:
+    high = _shifted(blocks[:, 2:4], 4, 2).transpose(1, 2).flatten(1)
+    low = _shifted(blocks[:, 4:8], 2, 4).transpose(1, 2).flatten(1)
+    scales = (low | high << 4).float() - 32
+    numbers = _listed(IQ4, _halves(blocks[:, 8:].reshape(-1, 16))).view(-1, 8, 32)
+    return Parts(numbers, 0, _half_floats(blocks, 0) * scales, None)
+
+
+def _mxfp4(blocks: Tensor) -> Parts:
+    exponent = blocks[:, :1].to(torch.int32)
+    scales = torch.where(exponent < 2, 0x200000 << exponent, exponent - 1 << 23).view(torch.float32)
+    return Parts(_listed(E2M1, _halves(blocks[:, 1:]))[:, None], 0, scales, None)
+
+
+def _listed(numbers: tuple[int, ...], at: Tensor) -> Tensor:
+    """The int8 numbers at these places, uint8."""
+    return torch.tensor(numbers, dtype=torch.int8, device=at.device)[at.int()]
 
 
 _LAYOUTS: dict[str, Callable[[Tensor], Parts]] = {
-    "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q4_K": _q4_k, "Q6_K": _q6_k,
+    "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q2_K": _q2_k, "Q3_K": _q3_k,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
 }  # fmt: skip

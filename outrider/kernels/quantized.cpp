@@ -310,21 +310,28 @@ constexpr Functions functions() {
   return {layout_of<Kind>(), multiply<typename Numbers::InFloats, false>, multiply<Numbers, (Numbers::BITS > 0)>};
 }
 
+template <class Kind>
+constexpr Functions known = functions<Kind>();
+
 // By the numbers of kinds in GGUF files.
 const Functions& of_kind(int64_t kind) {
-  static const Functions f32 = functions<F32>(), f16 = functions<F16>(), q4_0 = functions<Q4_0>(), q4_1 = functions<Q4_1>(),
-                         q5_0 = functions<Q5_0>(), q8_0 = functions<Q8_0>(), q4_k = functions<Q4_K>(), q6_k = functions<Q6_K>(),
-                         bf16 = functions<BF16>();
   switch (kind) {
-    case 0: return f32;
-    case 1: return f16;
-    case 2: return q4_0;
-    case 3: return q4_1;
-    case 6: return q5_0;
-    case 8: return q8_0;
-    case 12: return q4_k;
-    case 14: return q6_k;
-    case 30: return bf16;
+    case 0: return known<F32>;
+    case 1: return known<F16>;
+    case 2: return known<Q4_0>;
+    case 3: return known<Q4_1>;
+    case 6: return known<Q5_0>;
+    case 7: return known<Q5_1>;
+    case 8: return known<Q8_0>;
+    case 10: return known<Q2_K>;
+    case 11: return known<Q3_K>;
+    case 12: return known<Q4_K>;
+    case 13: return known<Q5_K>;
+    case 14: return known<Q6_K>;
+    case 20: return known<IQ4_NL>;
+    case 23: return known<IQ4_XS>;
+    case 30: return known<BF16>;
+    case 39: return known<MXFP4>;
   }
   throw std::runtime_error("outrider: weights of an unknown kind");
 }

@@ -5,6 +5,8 @@
 #include <cstring>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 #include "operators.h"
@@ -202,6 +204,33 @@ inline void unpack_words(Part& to, int64_t block, Quads words) {
 
 inline Words nibbles(const uint8_t* from, int word, int lane, int high) { return load_words(from + (word * PANEL + lane) * 4) >> 4 * high & 0x0f0f0f0fu; }
 
+// The signed bytes that nibbles stand for.
+inline Words looked_up(const int8_t (&table)[16], Words nibbles) {
+#if defined(WIDE) && defined(__AVX512BW__)
+  const __m512i four = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  return reinterpret_cast<Words>(_mm512_shuffle_epi8(four, reinterpret_cast<__m512i>(nibbles)));
+#elif defined(MIDDLE)
+  const __m256i two = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  return reinterpret_cast<Words>(_mm256_shuffle_epi8(two, reinterpret_cast<__m256i>(nibbles)));
+#elif defined(__ARM_NEON) && OUTRIDER_BYTES == 16
+  return reinterpret_cast<Words>(vqtbl1q_s8(vld1q_s8(table), reinterpret_cast<uint8x16_t>(nibbles)));
+#else
+  Words bytes = {};
+  for (int n = 0; n < LANES; ++n)
+    for (int k = 0; k < 32; k += 8) bytes[n] |= static_cast<uint32_t>(static_cast<uint8_t>(table[nibbles[n] >> k & 15])) << k;
+  return bytes;
+#endif
+}
+
+inline constexpr int8_t IQ4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+inline constexpr int8_t E2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};  // of MXFP4, doubled
+
+// Bytes of a panel's row as floats.
+template <class Of>
+inline Floats row_of(const uint8_t* from) {
+  return __builtin_convertvector(*reinterpret_cast<const Of*>(from), Floats);
+}
+
 struct Q4_0 : Quantised<32, 18, 18, 4> {
   static void pack(const uint8_t* block, int64_t n, uint8_t* panel) {
     spread<2>(block, n, 1, panel);
@@ -231,28 +260,33 @@ struct Q4_1 : Quantised<32, 20, 20, 4> {
   }
 };
 
-struct Q5_0 : Quantised<32, 22, 22, 5> {
+// HEAD bytes of a block are its scale, and its min if there is one.
+template <int IN_FILE, int HEAD>
+struct Q5 : Quantised<32, IN_FILE, IN_FILE, 5> {
   // fifth bits: that of weight 4 q + k is bit 8 k + q of an output's word
   static void pack(const uint8_t* block, int64_t n, uint8_t* panel) {
     uint32_t bits, moved = 0;
-    std::memcpy(&bits, block + 2, 4);
+    std::memcpy(&bits, block + HEAD, 4);
     for (int k = 0; k < BLOCK; ++k) moved |= (bits >> k & 1) << (8 * (k % 4) + k / 4);
-    spread<2>(block, n, 1, panel);
-    std::memcpy(panel + 2 * PANEL + 4 * n, &moved, 4);
-    spread<4>(block + 6, n, 4, panel + 6 * PANEL);
+    spread<2>(block, n, HEAD / 2, panel);
+    std::memcpy(panel + HEAD * PANEL + 4 * n, &moved, 4);
+    spread<4>(block + HEAD + 4, n, 4, panel + (HEAD + 4) * PANEL);
   }
   static void unpack(const uint8_t* from, Part& to, int64_t block) {
     for_vectors([&](int lane) {
       const Floats scale = widened(from + 2 * lane);
       store(to.scales + block * PANEL + lane, scale);
-      store(to.mins + block * PANEL + lane, scale * -16.f);
+      store(to.mins + block * PANEL + lane, HEAD == 2 ? scale * -16.f : widened(from + 2 * (PANEL + lane)));
     });
     unpack_words(to, block, [&](int q, int lane) {
-      const Words fifth = load_words(from + 2 * PANEL + 4 * lane);
-      return nibbles(from + 6 * PANEL, q % 4, lane, q / 4) | ((q < 4 ? fifth << (4 - q) : fifth >> (q - 4)) & 0x10101010u);
+      const Words fifth = load_words(from + HEAD * PANEL + 4 * lane);
+      return nibbles(from + (HEAD + 4) * PANEL, q % 4, lane, q / 4) | ((q < 4 ? fifth << (4 - q) : fifth >> (q - 4)) & 0x10101010u);
     });
   }
 };
+
+struct Q5_0 : Q5<22, 2> {};
+struct Q5_1 : Q5<24, 4> {};
 
 struct Q8_0 : Quantised<32, 34, 34, 8> {
   static void pack(const uint8_t* block, int64_t n, uint8_t* panel) {
@@ -265,27 +299,139 @@ struct Q8_0 : Quantised<32, 34, 34, 8> {
   }
 };
 
-struct Q4_K : Quantised<256, 144, 148, 4> {
-  // scale, min, and for each of 8 blocks their factors, which a file has in 6 bits and a panel in 8
+struct IQ4_NL : Quantised<32, 18, 18, 8> {
+  static constexpr auto pack = Q4_0::pack;
+  static void unpack(const uint8_t* from, Part& to, int64_t block) {
+    for_vectors([&](int lane) { store(to.scales + block * PANEL + lane, widened(from + 2 * lane)); });
+    unpack_words(to, block, [&](int q, int lane) { return looked_up(IQ4, nibbles(from + 2 * PANEL, q % 4, lane, q / 4)); });
+  }
+};
+
+struct MXFP4 : Quantised<32, 17, 17, 8> {
   static void pack(const uint8_t* block, int64_t n, uint8_t* panel) {
-    const uint8_t* six = block + 4;
-    spread<2>(block, n, 2, panel);
+    spread<1>(block, n, 1, panel);
+    spread<4>(block + 1, n, 4, panel + PANEL);
+  }
+  static void unpack(const uint8_t* from, Part& to, int64_t block) {
+    for_vectors([&](int lane) {  // half of 2^(e - 127); the two least are subnormal
+      const Words e = __builtin_convertvector(*reinterpret_cast<const Bytes*>(from + lane), Words);
+      store(to.scales + block * PANEL + lane, reinterpret_cast<Floats>(e < 2 ? 0x200000u << (e & 1) : (e - 1) << 23));
+    });
+    unpack_words(to, block, [&](int q, int lane) { return looked_up(E2M1, nibbles(from + PANEL, q % 4, lane, q / 4)); });
+  }
+};
+
+struct IQ4_XS : Quantised<256, 136, 138, 8> {
+  // scale, its factor for each of 8 blocks, which a file has in 4 and 2 bits and a panel in 8
+  static void pack(const uint8_t* block, int64_t n, uint8_t* panel) {
+    spread<2>(block, n, 1, panel);
     for (int b = 0; b < 8; ++b) {
-      const bool low = b < 4;
-      panel[(4 + b) * PANEL + n] = low ? six[b] & 63 : (six[b + 4] & 15) | (six[b - 4] >> 6) << 4;
-      panel[(12 + b) * PANEL + n] = low ? six[b + 4] & 63 : six[b + 4] >> 4 | (six[b] >> 6) << 4;
+      const int low = block[4 + b / 2] >> b % 2 * 4 & 15, high = block[2 + b / 4] >> b % 4 * 2 & 3;
+      panel[(2 + b) * PANEL + n] = static_cast<uint8_t>((low | high << 4) - 32);
     }
-    spread<4>(block + 16, n, 32, panel + 20 * PANEL);
+    spread<4>(block + 8, n, 32, panel + 10 * PANEL);
   }
   static void unpack(const uint8_t* from, Part& to, int64_t block) {
 #pragma GCC unroll 8
     for (int b = 0; b < 8; ++b) {
       for_vectors([&](int lane) {
-        const auto factors = [&](int row) { return __builtin_convertvector(*reinterpret_cast<const Bytes*>(from + row * PANEL + lane), Floats); };
-        store(to.scales + (block + b) * PANEL + lane, widened(from + 2 * lane) * factors(4 + b));
-        store(to.mins + (block + b) * PANEL + lane, -widened(from + 2 * (PANEL + lane)) * factors(12 + b));
+        store(to.scales + (block + b) * PANEL + lane, widened(from + 2 * lane) * row_of<Signed>(from + (2 + b) * PANEL + lane));
       });
+      unpack_words(to, block + b, [&](int q, int lane) { return looked_up(IQ4, nibbles(from + 10 * PANEL, b * 4 + q % 4, lane, q / 4)); });
+    }
+  }
+};
+
+// Words of numbers of two bits, of which four blocks share eight, and of single bits, of which eight do.
+inline Words twos(const uint8_t* from, int b, int q, int lane) {
+  return load_words(from + ((b / 4 * 8 + q) * PANEL + lane) * 4) >> 2 * (b % 4) & 0x03030303u;
+}
+inline Words ones(const uint8_t* from, int b, int q, int lane) { return load_words(from + (q * PANEL + lane) * 4) >> b & 0x01010101u; }
+
+struct Q2_K : Quantised<256, 84, 84, 4, 16> {
+  static void pack(const uint8_t* block, int64_t n, uint8_t* panel) {
+    spread<2>(block + 80, n, 2, panel);
+    spread<1>(block, n, 16, panel + 4 * PANEL);
+    spread<4>(block + 16, n, 16, panel + 20 * PANEL);
+  }
+  static void unpack(const uint8_t* from, Part& to, int64_t block) {
+    for (int group = 0; group < 16; ++group)
+      for_vectors([&](int lane) {
+        const Words factors = __builtin_convertvector(*reinterpret_cast<const Bytes*>(from + (4 + group) * PANEL + lane), Words);
+        const int64_t at = (2 * block + group) * PANEL + lane;
+        store(to.scales + at, widened(from + 2 * lane) * __builtin_convertvector(factors & 15, Floats));
+        store(to.mins + at, -widened(from + 2 * (PANEL + lane)) * __builtin_convertvector(factors >> 4, Floats));
+      });
+#pragma GCC unroll 8
+    for (int b = 0; b < 8; ++b) unpack_words(to, block + b, [&](int q, int lane) { return twos(from + 20 * PANEL, b, q, lane); });
+  }
+};
+
+struct Q3_K : Quantised<256, 110, 114, 4, 16> {
+  // scale, its factor for each of 16 groups, which a file has in 4 and 2 bits and a panel in 8
+  static void pack(const uint8_t* block, int64_t n, uint8_t* panel) {
+    const uint8_t *low = block + 96, *high = block + 104;
+    spread<2>(block + 108, n, 1, panel);
+    for (int g = 0; g < 16; ++g)
+      panel[(2 + g) * PANEL + n] = static_cast<uint8_t>(((low[g % 8] >> g / 8 * 4 & 15) | (high[g % 4] >> g / 4 * 2 & 3) << 4) - 32);
+    spread<4>(block, n, 24, panel + 18 * PANEL);
+  }
+  static void unpack(const uint8_t* from, Part& to, int64_t block) {
+    for (int group = 0; group < 16; ++group)
+      for_vectors([&](int lane) {
+        const Floats scale = widened(from + 2 * lane) * row_of<Signed>(from + (2 + group) * PANEL + lane);
+        store(to.scales + (2 * block + group) * PANEL + lane, scale);
+        store(to.mins + (2 * block + group) * PANEL + lane, scale * -4.f);
+      });
+#pragma GCC unroll 8
+    for (int b = 0; b < 8; ++b)
+      unpack_words(to, block + b, [&](int q, int lane) { return twos(from + 50 * PANEL, b, q, lane) | ones(from + 18 * PANEL, b, q, lane) << 2; });
+  }
+};
+
+// A scale and a min, and for each of 8 blocks their factors, which a file has in 6 bits and a panel in 8.
+inline void pack_factors(const uint8_t* block, int64_t n, uint8_t* panel) {
+  const uint8_t* six = block + 4;
+  spread<2>(block, n, 2, panel);
+  for (int b = 0; b < 8; ++b) {
+    const bool low = b < 4;
+    panel[(4 + b) * PANEL + n] = low ? six[b] & 63 : (six[b + 4] & 15) | (six[b - 4] >> 6) << 4;
+    panel[(12 + b) * PANEL + n] = low ? six[b + 4] & 63 : six[b + 4] >> 4 | (six[b] >> 6) << 4;
+  }
+}
+inline void unpack_factors(const uint8_t* from, Part& to, int64_t block, int b) {
+  for_vectors([&](int lane) {
+    store(to.scales + (block + b) * PANEL + lane, widened(from + 2 * lane) * row_of<Bytes>(from + (4 + b) * PANEL + lane));
+    store(to.mins + (block + b) * PANEL + lane, -widened(from + 2 * (PANEL + lane)) * row_of<Bytes>(from + (12 + b) * PANEL + lane));
+  });
+}
+
+struct Q4_K : Quantised<256, 144, 148, 4> {
+  static void pack(const uint8_t* block, int64_t n, uint8_t* panel) {
+    pack_factors(block, n, panel);
+    spread<4>(block + 16, n, 32, panel + 20 * PANEL);
+  }
+  static void unpack(const uint8_t* from, Part& to, int64_t block) {
+#pragma GCC unroll 8
+    for (int b = 0; b < 8; ++b) {
+      unpack_factors(from, to, block, b);
       unpack_words(to, block + b, [&](int q, int lane) { return nibbles(from + 20 * PANEL, b / 2 * 8 + q, lane, b % 2); });
+    }
+  }
+};
+
+struct Q5_K : Quantised<256, 176, 180, 5> {
+  static void pack(const uint8_t* block, int64_t n, uint8_t* panel) {
+    pack_factors(block, n, panel);
+    spread<4>(block + 16, n, 40, panel + 20 * PANEL);
+  }
+  static void unpack(const uint8_t* from, Part& to, int64_t block) {
+#pragma GCC unroll 8
+    for (int b = 0; b < 8; ++b) {
+      unpack_factors(from, to, block, b);
+      unpack_words(to, block + b, [&](int q, int lane) {
+        return nibbles(from + 52 * PANEL, b / 2 * 8 + q, lane, b % 2) | ones(from + 20 * PANEL, b, q, lane) << 4;
+      });
     }
   }
 };
@@ -299,8 +445,7 @@ struct Q6_K : Quantised<256, 210, 210, 6, 16> {
   static void unpack(const uint8_t* from, Part& to, int64_t block) {
     for (int group = 0; group < 16; ++group)
       for_vectors([&](int lane) {
-        const Floats factors = __builtin_convertvector(*reinterpret_cast<const Signed*>(from + (2 + group) * PANEL + lane), Floats);
-        const Floats scale = widened(from + 2 * lane) * factors;
+        const Floats scale = widened(from + 2 * lane) * row_of<Signed>(from + (2 + group) * PANEL + lane);
         store(to.scales + (2 * block + group) * PANEL + lane, scale);
         store(to.mins + (2 * block + group) * PANEL + lane, scale * -32.f);
       });
@@ -308,8 +453,7 @@ struct Q6_K : Quantised<256, 210, 210, 6, 16> {
     for (int b = 0; b < 8; ++b) {  // halves of 128 weights: four blocks share the words of their highest two bits
       const int half = b / 4, part = b % 4;
       unpack_words(to, block + b, [&](int q, int lane) {
-        const Words bits = load_words(from + 18 * PANEL + ((32 + half * 8 + q) * PANEL + lane) * 4) >> 2 * part;
-        return nibbles(from + 18 * PANEL, half * 16 + part % 2 * 8 + q, lane, part / 2) | (bits & 0x03030303u) << 4;
+        return nibbles(from + 18 * PANEL, half * 16 + part % 2 * 8 + q, lane, part / 2) | twos(from + 146 * PANEL, b, q, lane) << 4;
       });
     }
   }

@@ -37,15 +37,23 @@ PANEL = 16
 """Rows of weights in a panel."""
 NUMBERS = {block.name: number for number, block in blocks.TYPES.items()}
 """ggml's numbers of types."""
-PACKED = {kind: block.bytes for kind, block in blocks.BLOCKS.items()} | {"Q4_K": 148}
-"""Bytes of a block in a panel, where scales of Q4_K have 8 bits instead of 6."""
+PACKED = {kind: block.bytes for kind, block in blocks.BLOCKS.items()} | {
+    "Q3_K": 114, "Q4_K": 148, "Q5_K": 180, "IQ4_XS": 138
+}  # fmt: skip
+"""Bytes of a block in a panel, where scales of 6 bits have 8."""
 WIDTH = 32
 """Activations that share a scale, and floats of a row in a panel."""
 ARENA = 2**26
 """Bytes of large pages allocated at once; pages that are never written take no memory."""
-HALVES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}
+HALVES = {
+    "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (),
+}  # fmt: skip
 """Offsets of a block's scale, and of its min."""
-SPREAD = {"Q8_0": 64.0, "Q4_0": 4.0, "Q4_1": 4.0, "Q5_0": 8.0, "Q4_K": 256.0, "Q6_K": 1024.0}
+SPREAD = {
+    "Q8_0": 64.0, "Q4_0": 4.0, "Q4_1": 4.0, "Q5_0": 8.0, "Q5_1": 8.0, "Q2_K": 16.0, "Q3_K": 64.0, "Q4_K": 256.0,
+    "Q5_K": 512.0, "Q6_K": 1024.0, "IQ4_NL": 64.0, "IQ4_XS": 1024.0, "MXFP4": 1.0,
+}  # fmt: skip
 """Divisors of random scales, so that weights are about 1."""
 LEAST = 1e-30
 """If all activations of a group are smaller, they count as 0."""
@@ -284,6 +292,8 @@ def example(kind: str, rows: int, columns: int, noise: torch.Generator) -> Tenso
     for at in HALVES[kind]:
         scales = (torch.rand(len(raw), 1, generator=noise) + 0.5) / SPREAD[kind]
         raw[:, at : at + 2] = scales.half().view(torch.uint8)
+    if kind == "MXFP4":  # exponents of scales
+        raw[:, 0] = raw[:, 0] % 4 + 124
     return raw.view(rows, -1)
 
 

@@ -24,6 +24,7 @@ from outrider.targets.cache.attention_mask import positions
 from outrider.targets.hf import causal_lm
 from outrider.targets.load import load_target
 from outrider.targets.protocol import Target
+from outrider.targets.quantised import dtype_of
 
 
 class TargetModel(DraftModel):
@@ -43,7 +44,7 @@ class TargetModel(DraftModel):
     def logits(self, states: Tensor) -> Tensor:
         """Logits [..., V] of states [..., H]; a row of `Rows` has two states side by side, the first is used."""
         head = self.lm.get_output_embeddings()
-        logits: Tensor = self._finish(head(states[..., : self.target.spec.hidden].to(head.weight.dtype)))
+        logits: Tensor = self._finish(head(states[..., : self.target.spec.hidden].to(dtype_of(head))))
         return logits
 
     def terms(self, rows: Any, part: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:

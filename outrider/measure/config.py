@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
 
 from outrider.config import Config as Base
-from outrider.config import nearest
+from outrider.config import Quantization, nearest
 from outrider.errors import ConfigError
 from outrider.measure.tasks import names as tasks
 from outrider.measure.tasks.names import check, task_name
@@ -57,8 +57,8 @@ class Config(Base):
     and prompts answered with one token, are listed and left out; 0 keeps all."""
     seed: int = 0
     """Seed of the draws at temperatures above 0."""
-    quantize: Literal["int8"] | None = None
-    """Quantize the linear layers of this run's own draft model, independently of the target; needs torchao."""
+    quantize: Quantization | None = None
+    """Quantize the linear layers of this run's own draft model, independently of the target; int8 needs torchao."""
     policy: Literal["fixed", "auto"] = "fixed"
     """How much is drafted: all that the drafter offers, or what pays off according to measured seconds."""
     verification: str = "standard"

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from outrider.errors import DrafterError
 from outrider.nn.shape import LayerConfig, resolved
 from outrider.targets.protocol import LayerSizes, Target
+from outrider.targets.quantised import dtype_of
 from outrider.targets.sizes import frequencies
 
 BLOCK_ROWS = {"cpu": 128}
@@ -267,7 +268,7 @@ class FusedTaps(nn.Module):
 
     def fused(self, taps: Tensor) -> Tensor:
         """Features [B, n, H] of taps [B, n, T, H]."""
-        return self.fc(taps.flatten(2).to(self.fc.weight.dtype))
+        return self.fc(taps.flatten(2).to(dtype_of(self.fc)))
 
 
 def rotary(positions: Tensor, shape: LayerSizes) -> Tensor:

@@ -6,14 +6,16 @@ B slots, R rows, S tokens, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.config import Config as Base
+from outrider.config import Quantization
 from outrider.decoding.draft import Draft, padded
 from outrider.errors import ConfigError
+from outrider.kernels import rounding
 from outrider.nn.draft_model import Batch
 from outrider.nn.rows import DetachedRows, RowLabels
 from outrider.targets.cache.slots import SlotCache
@@ -29,8 +31,8 @@ class ModelConfig(Base):
 
     model: str = "demo"
     """Folder, GGUF file or Hugging Face id of the drafting model; `demo` ships with Outrider."""
-    quantize: Literal["int8"] | None = None
-    """Quantise the linear layers of the drafting model, whatever the target's are; needs torchao."""
+    quantize: Quantization | None = None
+    """Quantise the linear layers of the drafting model, whatever the target's are; int8 needs torchao."""
     device: str | None = None
     """Device of the drafter, such as cuda:1; the target's by default."""
 
@@ -43,7 +45,7 @@ def loaded(config: ModelConfig, target: Target) -> TransformersTarget:
             model: TransformersTarget = member
             return model
     name = folder(config.model)
-    if locate(name) is not None:  # a GGUF file keeps its own quantisation
+    if locate(name) is not None or config.quantize in rounding.MODES:  # which are on the CPU, in float32
         return load_target(name, quantize=config.quantize)
     return load_target(name, device=target.device, dtype=target.spec.dtype, quantize=config.quantize)
 

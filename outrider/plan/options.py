@@ -39,7 +39,7 @@ class PlanOptions(Config):
     devices: int = 1
     """Accelerators that share the target."""
     weights: str | None = None
-    """How the weights will be stored: bf16, fp8, int8, int4 …; as in the target's config unless given."""
+    """How the weights will be stored: bf16, fp8, int8, q4_0 …; as in the target's config unless given."""
     log: Path | None = None
     """Recorded requests; docs/replay.md lists the formats."""
     format: str | None = None

@@ -8,6 +8,7 @@ from pydantic import Field, PositiveFloat
 
 from outrider import config as configs
 from outrider.config import Config as Base
+from outrider.config import Quantization
 from outrider.data.config import Config as PrepareConfig
 from outrider.drafters import find, kinds, trained
 from outrider.errors import ConfigError
@@ -33,10 +34,11 @@ class TargetConfig(Base):
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] | None = None
     """float32 on a CPU and the checkpoint's own elsewhere unless given; auto: the checkpoint's own where that is
     fast."""
-    quantize: Literal["int8"] | None = None
-    """Round the weights of the linear layers; needs torchao.  The output is then the quantised model's own."""
+    quantize: Quantization | None = None
+    """Round the weights of the linear layers: q8_0, q4_0 and q4_k to blocks of GGUF files, on the CPU; int8 needs
+    torchao.  The output is then the quantised model's own."""
     activations: Literal["float32", "int8"] | None = None
-    """What the weights of a GGUF file are multiplied with: float32 unless given; int8 rounds them, for exact sums of
+    """What weights in blocks are multiplied with: float32 unless given; int8 rounds them, for exact sums of
     integers."""
     adapter: str | None = None
     """Folder of a LoRA adapter of peft's, merged into the weights as they load."""

@@ -18,6 +18,7 @@ from transformers.distributed import DistributedConfig
 from outrider import machine
 from outrider.errors import ConfigError, NotCompiled, OutriderError, TargetError, first_line
 from outrider.hub import missing_path
+from outrider.kernels import rounding
 from outrider.kernels.quantized import Activations
 from outrider.storage import cache
 from outrider.targets import catalog, quantised
@@ -61,13 +62,14 @@ def load_target(
 
     A GGUF file is given by its path, by its folder, or as a file of the hub, OWNER/NAME:FILE.  Its weights stay
     quantised, on the CPU, and are multiplied in float32.  activations: `int8` rounds the activations that such weights
-    are multiplied with, so that products are exact sums of integers.
+    are multiplied with, so that products are exact sums of integers; also those of `quantize` q8_0, q4_0 and q4_k.
 
     A folder with an `ensemble.json` is an ensemble (`lab.targets.ensemble`); the options apply to each member.
 
     dtype: default float32 on a CPU and the checkpoint's own on an accelerator; `auto` is the checkpoint's own if this
-    machine multiplies it as fast as float32.  quantize: `int8` quantises the weights of the linear layers, also of a
-    module in memory; it needs torchao, and steps are not compiled.  quantization is passed to transformers as
+    machine multiplies it as fast as float32.  quantize: `q8_0`, `q4_0` and `q4_k` round the weights of the linear
+    layers to blocks of GGUF files, also of a module in memory; the target is then on the CPU and computes in float32.
+    `int8` needs torchao, and steps are not compiled.  quantization is passed to transformers as
     `quantization_config`; without it, checkpoints whose method would round activations are dequantised.  device_map is
     transformers': `auto`, or a device or `disk` for each part.  tensor_parallel: number of processes that share every
     layer; torchrun starts them all, and in all but the first this function does not return: they work until the first
@@ -82,22 +84,31 @@ def load_target(
     other.
     """
     if quantize is not None:
-        quantised.library(quantize)
+        quantised.check_mode(quantize)
+    in_blocks, rounds = quantize in rounding.MODES, _rounding(activations)
+    if in_blocks:
+        _refuse_for_blocks(
+            f"quantize {quantize!r}", device=device, dtype=dtype, device_map=device_map, quantization=quantization,
+            tensor_parallel=tensor_parallel,
+        )  # fmt: skip
+        device, dtype = "cpu", torch.float32
     if isinstance(target, nn.Module):
         _refuse_adapter(adapter, "a module in memory")
+        if not in_blocks:
+            _refuse_activations(activations, type(target).__name__)
         model: Any = without_wrapper(target)
         model = model if device is None else model.to(device)
         model = model if dtype is None else model.to(dtype=_dtype(dtype, model.device, model.dtype))
-        return _compiled(TransformersTarget(model, base_hash=_quantised(model, quantize)), compile)
+        return _compiled(TransformersTarget(model, base_hash=_quantised(model, quantize, rounds)), compile)
     name = str(target)
     if (files := gguf_files.locate(catalog.checkpoint(name), revision)) is not None:
         _refuse_for_blocks(
-            device=device, dtype=dtype, device_map=device_map, quantize=quantize, quantization=quantization,
-            tensor_parallel=tensor_parallel,
+            "weights in a GGUF file", device=device, dtype=dtype, device_map=device_map, quantize=quantize,
+            quantization=quantization, tensor_parallel=tensor_parallel,
         )  # fmt: skip
-        return _from_gguf(name, files, _rounding(activations), compile)
-    if activations is not None:
-        raise ConfigError(f"activations {activations!r} is for GGUF files, and {name!r} is not one; leave it out")
+        return _from_gguf(name, files, rounds, compile)
+    if not in_blocks:
+        _refuse_activations(activations, name)
     if (special_target := special(name)) is not None:
         _refuse_adapter(adapter, f"{name}, which is several models or another sort")
         sort, described = special_target
@@ -109,7 +120,7 @@ def load_target(
         return made
     options: dict[str, Any] = {
         "name": name, "dtype": dtype, "quantize": quantize, "quantization": quantization, "revision": revision,
-        "trust_remote_code": trust_remote_code, "compile": compile,
+        "trust_remote_code": trust_remote_code, "compile": compile, "activations": rounds,
     }  # fmt: skip
     if tensor_parallel == 1:
         return _from_checkpoint(**options, device=device, device_map=device_map, adapter=adapter)
@@ -137,6 +148,14 @@ def work_for_first(tensor_parallel: int) -> None:
 def _refuse_adapter(adapter: str | Path | None, what: str) -> None:
     if adapter is not None:
         raise ConfigError(f"adapter {str(adapter)!r} can't be used with {what}; merge it first with merge_and_unload")
+
+
+def _refuse_activations(activations: str | None, name: str) -> None:
+    if activations is not None:
+        raise ConfigError(
+            f"activations {activations!r} is for weights in blocks, and {name} has none; give a GGUF file, set "
+            f"quantize to {' or '.join(rounding.MODES)}, or leave it out"
+        )
 
 
 def _refuse_with_parts(count: int, **options: Any) -> None:
@@ -169,8 +188,8 @@ def _rounding(activations: str | None) -> Activations:
     return "int8" if activations == "int8" else "float32"
 
 
-def _refuse_for_blocks(**options: Any) -> None:
-    """Raises ConfigError for options that weights in a GGUF file exclude."""
+def _refuse_for_blocks(what: str, **options: Any) -> None:
+    """Raises ConfigError for options that weights in blocks exclude."""
     fits = {"device": ("cpu",), "dtype": ("auto", "float32"), "tensor_parallel": ("1",)}
     why = {
         "device": "they are multiplied on the CPU", "dtype": "they are multiplied in float32",
@@ -181,13 +200,13 @@ def _refuse_for_blocks(**options: Any) -> None:
             reason = why.get(
                 name, "they are quantised already" if name.startswith("quant") else "they lie in one place"
             )
-            raise ConfigError(f"{name} {value!r} can't be used with weights in a GGUF file: {reason}; leave it out")
+            raise ConfigError(f"{name} {value!r} can't be used with {what}: {reason}; leave it out")
 
 
 def _from_checkpoint(
     *, name: str, device: str | torch.device | None = None, dtype: str | torch.dtype | None, device_map: Any = None,
     quantize: str | None, quantization: Any, revision: str | None, trust_remote_code: bool,
-    compile: Compile, adapter: str | Path | None = None, parts: int = 1,
+    compile: Compile, activations: Activations = "float32", adapter: str | Path | None = None, parts: int = 1,
 ) -> TransformersTarget:  # fmt: skip
     """The target of a checkpoint, as `load_target`.  parts: number of processes that share its layers."""
     if device is not None and device_map is not None:
@@ -248,7 +267,7 @@ def _from_checkpoint(
     if rewritten is not None:
         weakref.finalize(model, rewritten.cleanup)
     hashed = None if is_whole(model) else hash_stored(path, revision, model) or None
-    base = _quantised(model, quantize)
+    base = _quantised(model, quantize, activations)
     return _compiled(TransformersTarget(model, tokenizer, name, revision, base, weights_hash=hashed), compile)
 
 
@@ -257,14 +276,14 @@ def default_device(requested: str | torch.device | None = None) -> torch.device:
     return torch.device(requested or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _quantised(model: Any, quantize: str | None) -> str | None:
-    """Quantise all layers but the output layer.  Returns the hash of the weights before; None without `quantize`."""
+def _quantised(model: Any, quantize: str | None, activations: Activations) -> str | None:
+    """Quantise the model.  Returns the hash of the weights before; None without `quantize`."""
     if quantize is None:
         return None
     if (already := quantised.precision(model)) is not None:
         raise TargetError(f"the target's weights are already {already}; leave out quantize={quantize!r}")
     base = hash_weights(model)
-    quantised.quantise(model, quantize, keep=[output_layer(model)])
+    quantised.quantise(model, quantize, output_layer(model), activations)
     return base
 
 

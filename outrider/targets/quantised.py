@@ -1,4 +1,7 @@
-"""Quantised targets: linear layers in int8, checkpoints that come quantised, and weights in the blocks of GGUF files.
+"""Quantised models: linear layers in int8 or in the blocks of GGUF files, and checkpoints that come quantised.
+
+q8_0, q4_0 and q4_k round the weights of linear layers to blocks (`kernels.rounding`), which our kernels multiply on a
+CPU in float32.  A target's embedding and output layer become q8_0.
 
 int8 is torchao's weight-only int8, symmetric, with one scale per row of a weight: a quarter of float32's memory.  The
 output is that of the quantised model.  Embedding, norms and output layer are not quantised, since drafters borrow the
@@ -16,19 +19,21 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 
+from outrider.config import Quantization
 from outrider.errors import ConfigError, TargetError, first_line
+from outrider.kernels import rounding
 from outrider.kernels.blocks import BLOCKS
-from outrider.kernels.quantized import QuantizedEmbedding, QuantizedLinear
+from outrider.kernels.quantized import Activations, QuantizedEmbedding, QuantizedLinear
 from outrider.targets.parallel import spread
 
-MODES = ("int8",)
+MODES: tuple[str, ...] = get_args(Quantization)
 IN_BLOCKS = (QuantizedLinear, QuantizedEmbedding)
 """Modules whose weights are the blocks of a GGUF file."""
 DEQUANTISED = {"compressed-tensors": (), "fp8": (), "mxfp8": (), "mxfp4": ("cpu",)}
@@ -38,22 +43,32 @@ ROUNDS_ACTIVATIONS = ("bitnet", "fbgemm_fp8", "fouroversix", "fp8", "fp_quant", 
 """Methods that always round activations."""
 
 
-def quantise(model: nn.Module, mode: str, keep: Sequence[nn.Module | None] = ()) -> None:
-    """Quantise the linear layers of `model` in place, except those in `keep`.  Raises as `library`."""
-    api = library(mode)
-    chosen = [
-        part for part in model.modules() if isinstance(part, nn.Linear) and all(part is not whole for whole in keep)
-    ]
+def quantise(model: nn.Module, mode: str, head: nn.Module | None = None, activations: Activations = "float32") -> None:
+    """Quantise the linear layers of `model` in place.  Raises as `check_mode`.
+
+    head: a target's output layer; int8 leaves it, blocks make it q8_0, and the embedding too.
+    """
+    check_mode(mode)
+    chosen = [part for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
     if not chosen:
         raise ConfigError(
             f"quantize={mode!r} has no effect on {type(model).__name__}, which has no linear layers; leave it out"
         )
+    if mode in rounding.MODES:
+        _in_blocks(model, mode, head, activations)
+    else:
+        _in_int8(model, chosen)
+
+
+def _in_int8(model: nn.Module, chosen: Sequence[nn.Linear]) -> None:
+    from torchao import quantization  # an extra
+
     doubles = [layer for layer in chosen if layer.weight.dtype == torch.float64]
     for layer in doubles:  # torchao does not read float64
         layer.weight = nn.Parameter(layer.weight.detach().float(), requires_grad=False)
     with torch.no_grad():
-        api.quantize_(
-            model, api.Int8WeightOnlyConfig(), filter_fn=lambda part, _: any(part is layer for layer in chosen)
+        quantization.quantize_(
+            model, quantization.Int8WeightOnlyConfig(), filter_fn=lambda part, _: any(part is layer for layer in chosen)
         )
     for layer in doubles:
         made: Any = layer.weight
@@ -62,19 +77,45 @@ def quantise(model: nn.Module, mode: str, keep: Sequence[nn.Module | None] = ())
         )
 
 
-def library(mode: str) -> Any:
-    """torchao's quantisation.  Raises ConfigError for an unknown mode, TargetError if torchao is missing."""
+def _in_blocks(model: Any, mode: str, head: Any, activations: Activations) -> None:
+    made: dict[nn.Module, QuantizedLinear] = {}
+    embedding = None if head is None else model.get_input_embeddings()
+    is_tied = embedding is not None and embedding.weight is head.weight
+    for name, part in list(model.named_modules(remove_duplicate=False)):
+        kind = rounding.kind_of(mode, part is head, part.in_features) if isinstance(part, nn.Linear) else None
+        if kind is None:
+            continue
+        if part not in made:
+            bias = None if part.bias is None else part.bias.detach()
+            raw = rounding.rounded(kind, part.weight)
+            made[part] = QuantizedLinear.from_blocks(kind, raw, part.in_features, bias, activations)
+        model.set_submodule(name, made[part])
+    # other classes scale what they look up
+    kind = rounding.kind_of(mode, True, embedding.embedding_dim) if type(embedding) is nn.Embedding else None
+    if kind is None:
+        return
+    if is_tied and head in made:
+        model.set_input_embeddings(QuantizedEmbedding.of(made[head]))
+    else:
+        raw = rounding.rounded(kind, embedding.weight)
+        model.set_input_embeddings(QuantizedEmbedding.from_blocks(kind, raw, embedding.embedding_dim))
+
+
+def check_mode(mode: str) -> None:
+    """Raises ConfigError for an unknown mode, TargetError if torchao is needed and missing."""
     if mode == "int8-dynamic":
         raise ConfigError(f"quantize={mode!r} is refused: {_DYNAMIC}; choose 'int8', which rounds only weights")
     if mode not in MODES:
         raise ConfigError(f"quantize={mode!r} is not known; choose {' or '.join(map(repr, MODES))}, or leave it out")
+    if mode in rounding.MODES:
+        return
     try:
-        from torchao import quantization
+        import torchao.quantization  # noqa: F401
     except ImportError as error:
         raise TargetError(
-            f"quantize={mode!r} needs torchao ({error}); pip install 'outrider[quantize]', or leave quantize out"
+            f"quantize={mode!r} needs torchao ({error}); pip install 'outrider[quantize]', take q8_0, or leave "
+            "quantize out"
         ) from None
-    return quantization
 
 
 def is_quantised(weight: object) -> bool:

@@ -223,8 +223,8 @@ def test_a_weight_that_f16_cant_hold_is_refused_and_nothing_is_left(bpe, tmp_pat
 
 
 def test_a_precision_that_there_is_not_is_refused_by_name(bpe, checkpoint, tmp_path):
-    with pytest.raises(ConfigError, match="'q4_0'; choose one of f32, f16, bf16, q8_0"):
-        export_folder(checkpoint, "gguf", tmp_path / "there", bpe, "q4_0")
+    with pytest.raises(ConfigError, match="'q3_k'; choose one of f32, f16, bf16, q8_0, q4_0, q4_k"):
+        export_folder(checkpoint, "gguf", tmp_path / "there", bpe, "q3_k")
     with pytest.raises(ConfigError, match="transformers can't be written in 'f16'; leave the precision out"):
         export_folder(checkpoint, "transformers", tmp_path / "there", bpe, "f16")
 

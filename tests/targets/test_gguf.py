@@ -208,7 +208,7 @@ def test_options_that_do_not_go_with_blocks_are_refused(file: Path, options: dic
     """Catches an option that is ignored in silence."""
     with pytest.raises(ConfigError, match=next(iter(options))):
         load_target(file, **options)
-    with pytest.raises(ConfigError, match="is for GGUF files"):
+    with pytest.raises(ConfigError, match="is for weights in blocks, and demo has none"):
         load_target("demo", activations="int8")
 
 

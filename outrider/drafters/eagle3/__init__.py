@@ -35,6 +35,7 @@ from outrider.nn.drafting.recurrent import RecurrentConfig, RecurrentModel
 from outrider.nn.heads import ReducedHead, VocabularyModel
 from outrider.nn.shape import resolve_taps
 from outrider.targets.protocol import LayerSizes, Target
+from outrider.targets.quantised import dtype_of
 
 METHOD = Method(
     cost="each", usual=3, tokens=3, chain={"width": 1},
@@ -139,7 +140,7 @@ class Model(VocabularyModel, RecurrentModel, FusedTaps):
         self.head = None if config.vocabulary is None else ReducedHead(target, config.vocabulary)
 
     def features(self, taps: Tensor) -> Tensor:
-        taps = taps.to(self.fc.weight.dtype)
+        taps = taps.to(dtype_of(self.fc))
         if self.fc_norm is not None:
             taps = torch.stack([norm(taps[..., i, :]) for i, norm in enumerate(self.fc_norm)], -2)
         fused = self.fused(taps)

@@ -53,7 +53,7 @@ from outrider.targets.hf import causal_lm
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 from outrider.targets.protocol import Target
-from outrider.targets.quantised import quantise
+from outrider.targets.quantised import dtype_of, quantise
 
 METHOD = Method(
     cost="each", is_model=True, chain={"width": 1},
@@ -309,7 +309,7 @@ class Model(DraftModel):
     def logits(self, states: Tensor) -> Tensor:
         """Logits [..., V] of states [..., H], with the family's soft cap and scale."""
         head = self.lm.get_output_embeddings()
-        return self._finish(head(states.to(head.weight.dtype)))
+        return self._finish(head(states.to(dtype_of(head))))
 
     def predict(self, batch: Batch) -> TokenRows:
         return TokenRows(self, batch)

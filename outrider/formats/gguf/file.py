@@ -1,7 +1,7 @@
 """GGUF, llama.cpp's single file of keys and tensors, written with llama.cpp's own library (`pip install gguf`).
 
-Vectors and the expert router stay in 32 bits, as llama.cpp requires.  In q8_0, 32 numbers of a row share a scale;
-matrices whose row length is not a multiple of 32 are stored in 16 bits.
+Vectors and the expert router stay in 32 bits, as llama.cpp requires.  In q8_0 and q4_0, 32 numbers of a row share a
+scale, in q4_k 256 (see `kernels.rounding`); matrices whose row length is not a multiple of that are stored in 16 bits.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from torch import Tensor
 from outrider.errors import ExportError
 from outrider.formats.gguf.reading import widened
 from outrider.formats.layout import Config, Source
-from outrider.kernels.blocks import BLOCKS
+from outrider.kernels import rounding
 
 FILE = "model.gguf"
-PRECISIONS = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}
+PRECISIONS = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_k": 14}
 """How matrices are stored, and llama.cpp's `file_type` number for it."""
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i64": torch.int64}
 DEFAULT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+ENDS = ("token_embd.weight", "output.weight", "model.embed_tokens.weight", "embed_tokens.weight", "lm_head.weight")
+"""llama.cpp's, transformers' and our own names of embedding and output layer."""
 FULL = ("ffn_gate_inp.", "_conv_base")
 """Substrings of the names of matrices and convolution kernels that stay in 32 bits."""
 QUANTIZATION_VERSION = 2
@@ -43,19 +45,21 @@ def general(architecture: str, precision: str) -> dict[str, Any]:
 
 
 def stored_as(name: str, weight: Tensor, precision: str) -> str:
-    """How a tensor is stored in a file of this precision: one of `PRECISIONS`, or i64."""
+    """How a tensor is stored in a file of this precision: one of `PRECISIONS`, i64, or another type of blocks."""
     if not weight.is_floating_point():
         return "i64"
     if weight.dim() < 2 or any(part in name for part in FULL):
         return "f32"
-    return "f16" if precision == "q8_0" and weight.shape[-1] % BLOCKS["Q8_0"].values else precision
+    if precision not in rounding.MODES:
+        return precision
+    return (rounding.kind_of(precision, name in ENDS, weight.shape[-1]) or "f16").lower()
 
 
 def rounded(name: str, weight: Tensor, precision: str) -> Tensor:
     """A weight as it reads back from a file of this precision; on the CPU."""
     kind, weight = stored_as(name, weight, precision), weight.detach().cpu()
-    if kind == "q8_0":
-        return widened(torch.from_numpy(_blocks(weight)).flatten(), "Q8_0", weight.shape)
+    if kind not in DTYPES:
+        return widened(_blocks(kind, weight).flatten(), kind.upper(), weight.shape)
     return weight.to(DTYPES[kind])
 
 
@@ -82,17 +86,17 @@ def _add(writer: Any, name: str, weight: Tensor, precision: str) -> None:
     if kind != "i64" and not rounded(name, weight, precision).isfinite().all():
         raise ExportError(f"{name} has values that {kind} can't hold; choose bf16 or f32")
     types = library().GGMLQuantizationType
-    if kind == "q8_0":
-        writer.add_tensor(name, _blocks(weight), raw_dtype=types.Q8_0)
+    if kind not in DTYPES:
+        writer.add_tensor(name, _blocks(kind, weight).numpy(), raw_dtype=types[kind.upper()])
     elif kind == "bf16":  # numpy has no bfloat16
         writer.add_tensor(name, weight.to(torch.bfloat16).view(torch.uint8).numpy(), raw_dtype=types.BF16)
     else:
         writer.add_tensor(name, weight.to(DTYPES[kind]).numpy())
 
 
-def _blocks(weight: Tensor) -> Any:
-    """The bytes of a matrix in q8_0."""
-    return library().quants.quantize(weight.float().contiguous().numpy(), library().GGMLQuantizationType.Q8_0)
+def _blocks(kind: str, weight: Tensor) -> Tensor:
+    """The bytes of a matrix in a type of blocks [..., bytes]."""
+    return rounding.rounded(kind.upper(), weight.flatten(0, -2)).view(*weight.shape[:-1], -1)
 
 
 def library() -> Any:

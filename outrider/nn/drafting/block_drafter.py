@@ -28,6 +28,7 @@ from outrider.nn.memory import FeatureDrafter, FeatureMemory
 from outrider.sampling.judge import SamplingJudge
 from outrider.targets.cache.attention_mask import PassLayout, additive
 from outrider.targets.cache.slots import SlotCache
+from outrider.targets.quantised import dtype_of
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, SlotCache]
 """Taps, their positions, anchors, their positions, mask and cache of one pass; see `block_model.Backbone`."""
@@ -54,9 +55,9 @@ class BackboneDrafter(FeatureDrafter, ABC):
         mask = None  # if no slot has padding and all are equally long, every row attends to everything
         if window is not None and cache.end > window:
             layout = PassLayout(cache.starts, cache.columns, new + width)
-            mask = additive(seen(layout, new, real_taps, width, window), self.backbone.fc.weight.dtype)
+            mask = additive(seen(layout, new, real_taps, width, window), dtype_of(self.backbone.fc))
         elif not cache.is_even or min(counts) < new:
-            mask = cache.mask(real(new, real_taps, width), self.backbone.fc.weight.dtype)
+            mask = cache.mask(real(new, real_taps, width), dtype_of(self.backbone.fc))
         return taps, cache.positions()[:, :new], state.anchor, cache.starts + real_taps, mask, cache
 
     def read(self, memory: FeatureMemory, row: int, state: DecodeState) -> None:
@@ -84,7 +85,7 @@ class StaticBackbone(Unread, ABC):
         """What the model reads in this step."""
         new, width, [cache] = self.width, self.backbone.width, self.caches
         layout = PassLayout(self.start, cache.columns, new + width)
-        mask = additive(seen(layout, new, self.counts, width, self.backbone.window), self.backbone.fc.weight.dtype)
+        mask = additive(seen(layout, new, self.counts, width, self.backbone.window), dtype_of(self.backbone.fc))
         at, anchors_at = self.start[:, None] + torch.arange(new, device=mask.device), self.start + self.counts
         layers: Any = cache.within(layout)
         return self.features, at, slots.anchor, anchors_at, mask, layers

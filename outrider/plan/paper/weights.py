@@ -31,10 +31,11 @@ class Stored(NamedTuple):
 NAMED = {
     "float32": Weight(4.0, "bf16"), "bf16": Weight(2.0, "bf16"), "fp16": Weight(2.0, "bf16"),
     "fp8": Weight(1.0, "fp8"), "int8": Weight(1.0, "bf16"), "int4": Weight(0.5 + 2.5 / 128, "bf16"),
-    "mxfp4": Weight(0.5 + 1 / 32, "bf16"),
+    "mxfp4": Weight(0.5 + 1 / 32, "bf16"), "q8_0": Weight(34 / 32, "bf16"), "q4_0": Weight(18 / 32, "bf16"),
+    "q4_k": Weight(144 / 256, "bf16"),
 }  # fmt: skip
 """int8 and int4 weights are multiplied as bf16.  int4 has a two-byte scale and a zero point for every 128 weights,
-mxfp4 a one-byte scale for every 32."""
+mxfp4 a one-byte scale for every 32.  q8_0, q4_0 and q4_k are blocks of GGUF files."""
 DTYPES = {"float32": "float32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -49,7 +50,8 @@ def stored(fields: Mapping[str, Any], weight: str | None, name: str) -> Stored:
     if weight is not None:
         if weight not in NAMED:
             raise ConfigError(f"unknown type of weights {weight!r}{nearest(weight, NAMED)}")
-        return Stored(NAMED[weight], NAMED[weight], plain.bytes)
+        ends = NAMED["q8_0"] if weight.startswith("q") else plain  # as `quantize` rounds them
+        return Stored(NAMED[weight], NAMED[weight], ends.bytes)
     quantization = fields.get("quantization_config") or text.get("quantization_config")
     if quantization is None:
         return Stored(plain, plain, plain.bytes)

@@ -25,7 +25,7 @@ from outrider.runs.file import RunConfig
 from outrider.runs.forecast.sizes import OnPaper, on_paper
 from outrider.runs.forecast.weights import refuse_missing_weights
 from outrider.targets import catalog
-from outrider.targets.quantised import library
+from outrider.targets.quantised import check_mode
 from outrider.targets.sketch import Sketch, sketch
 from outrider.training.progress import trackers
 
@@ -66,7 +66,7 @@ def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
     refuse_missing_weights(settings, stages)
     for mode in (settings.target.quantize, settings.drafter.get("quantize")):
         if mode is not None:
-            library(mode)
+            check_mode(mode)
     _check_parts(settings.drafter, "drafter")
     if settings.train is not None and settings.train.probe_every and trains_target(settings.drafter["kind"]):
         raise ConfigError(
@@ -160,7 +160,7 @@ def _check_evaluation(settings: RunConfig, config: EvaluateConfig, stages: Colle
     if "evaluate" not in stages:  # training ends with a few prompts of the first task
         return {task: draw(task, config) for task in config.tasks[:1]} if "train" in stages else {}
     if config.quantize is not None:
-        library(config.quantize)
+        check_mode(config.quantize)
     checkpoint = settings.folder / "checkpoint"
     if settings.train is not None and "train" not in stages and not (whole(checkpoint) / MANIFEST).exists():
         raise ConfigError(

@@ -14,6 +14,7 @@ from outrider.data.rendering import check_template
 from outrider.data.sources.choosing import NOT_CHOSEN
 from outrider.errors import DataError, TargetError
 from outrider.measure.config import Config as EvaluateConfig
+from outrider.plan.paper.weights import NAMED
 from outrider.runs.file import RunConfig
 from outrider.runs.forecast import cost
 from outrider.runs.forecast.checks import Inputs
@@ -50,12 +51,13 @@ def _target(settings: RunConfig, stages: Collection[str], inputs: Inputs) -> Ite
     is_cpu = default_device(settings.target.device).type == "cpu"
     dtype = requested if requested not in (None, "auto") else "float32" if is_cpu and requested is None else spec.dtype
     count = inputs.target.parameters
-    size_bytes = 1 if settings.target.quantize else getattr(torch, dtype).itemsize
+    quantize = settings.target.quantize
+    size_bytes = NAMED[quantize].bytes if quantize else getattr(torch, dtype).itemsize
     yield Line("target", "parameters", count)
     if why_weights(settings, stages) is None:
         yield Line("target", "weights", "not loaded here: servers have them")
         return
-    yield Line("target", f"memory of its weights in {settings.target.quantize or dtype}", count * size_bytes, "bytes")
+    yield Line("target", f"memory of its weights in {quantize or dtype}", round(count * size_bytes), "bytes")
 
 
 def answers_bytes(settings: RunConfig, inputs: Inputs) -> int:
