@@ -20,6 +20,8 @@ def show_plan(plan: Plan) -> None:
     if plan.rows:
         console.show(_rows(plan))
         console.show(_loads(plan))
+        if plan.placements:
+            console.show(_placements(plan))
     elif plan.break_even:
         console.show(_points(plan))
     if plan.once is not None:
@@ -59,6 +61,17 @@ def _loads(plan: Plan) -> console.PlainTable:
     for method in dict.fromkeys(name for name, _ in best):
         rows = [best[method, load] for load in loads]
         shown.add_row(method, *(f"{row.speedup.center or 0:.2f} ({row.depth})" for row in rows))
+    return shown
+
+
+def _placements(plan: Plan) -> console.PlainTable:
+    """Each method's drafter on the target's device, on one of its own, and on the CPU."""
+    heads = ("devices", "speed-up", "tokens/s", "draft, ms", "memory", "texts fit")
+    shown = console.table("drafter on", *heads, right=heads)
+    for each in plan.placements:
+        slots = "" if each.slots is None else f"{each.slots}"
+        cells = str(each.devices), f"{each.speedup.center or 0:.2f}", f"{each.tokens_per_s:.0f}"
+        shown.add_row(f"{each.method}, {each.where}", *cells, f"{1e3 * each.draft_s:.2f}", sized(each.drafter_bytes), slots)
     return shown
 
 

@@ -11,6 +11,7 @@ from outrider.plan.decide import decide
 from outrider.plan.demand import Demand, at_once
 from outrider.plan.paper.hardware import Place
 from outrider.plan.paper.roofline import saturation_rows
+from outrider.plan.placement import placements
 from outrider.plan.predict import Costs, Memory, PaperCosts, break_even, loads_up_to, request_seconds, row
 from outrider.plan.schema import BreakEven, Cost, Once, Plan, Probed, Row
 from outrider.plan.subject import Subject
@@ -81,6 +82,7 @@ def plan(subject: Subject, inputs: Inputs, prices: money.Prices = NO_PRICES, tra
     load = max(1.0, load)
     fields["rows"] = rows = rows_at(subject, inputs, demand, load)
     choice = decide(rows, demand, load, subject.without_acceptance, costs.error)
+    fields["placements"] = placements(subject, demand, load, rows, place) if place else ()
     chosen = choice.row if choice.decision == "ENABLE" else None
     fields["once"] = once = _once(subject, inputs, demand, training, prices, place, choice.row)
     fields["costs"] = _daily(subject, inputs, demand, chosen, most, prices, place, once)

@@ -9,6 +9,7 @@ from pydantic import Field
 from outrider.report.parts import Part, Range
 
 Decision = Literal["ENABLE", "BATCH INSTEAD", "NEED DATA"]
+Where = Literal["same device", "own device", "cpu"]
 
 
 class Row(Part):
@@ -46,6 +47,28 @@ class Row(Part):
     basis: Literal["probe", "report", "checkpoint", "published"]
     """Source of the acceptance."""
     meets_slo: bool | None = None
+
+
+class Placement(Part):
+    """One method at its best depth under the traffic's load, with its drafter at one place.  Computed, not measured."""
+
+    method: str
+    where: Where
+    depth: int
+    concurrency: float
+    plain_s: float
+    draft_s: float
+    """With what is sent to the drafter and back."""
+    rest_s: float
+    speedup: Range
+    tokens_per_s: float
+    """Total over the batch."""
+    devices: int
+    """Accelerators of target and drafter."""
+    drafter_bytes: float
+    """Memory of the drafter at its place."""
+    slots: int | None
+    """Texts that fit on the target's devices."""
 
 
 class BreakEven(Part):
@@ -171,6 +194,8 @@ class Plan(Part):
     measured: bool
     demand: dict[str, Any] | None = None
     rows: tuple[Row, ...] = ()
+    placements: tuple[Placement, ...] = ()
+    """Empty without --hardware or traffic."""
     break_even: tuple[BreakEven, ...] = ()
     once: Once | None = None
     costs: tuple[Cost, ...] = ()

@@ -60,6 +60,12 @@ class Efficiency(NamedTuple):
     """Seconds of a step outside its pass: scheduling, sampling."""
     cycle_s: float
     """Additional seconds of a step that drafts."""
+    eager_layer_s: float
+    """Seconds of a draft's layer or choice of a token, with Python between its operations."""
+    send_s: float
+    """Fixed seconds of sending features or a draft to another device."""
+    link_bandwidth: float
+    """Bytes per second to another device."""
     exchange_s: float
     """Seconds of one exchange between accelerators that share a model; a layer has two."""
     error: float
@@ -106,8 +112,17 @@ def find(name: str) -> Accelerator:
         raise ConfigError(
             f"unknown hardware {name!r}{nearest(name.lower(), names())}; or run --measure on the machine itself"
         )
+    return _accelerator(name.lower(), entry)
+
+
+def host() -> Place:
+    """A server's CPU."""
+    return Place(_accelerator("cpu", _table()["host"]), 1, efficiency())
+
+
+def _accelerator(name: str, entry: Mapping[str, Any]) -> Accelerator:
     flops = {kind: value * 1e12 for kind, value in entry["tflops"].items()}
-    return Accelerator(name.lower(), entry["memory"] * 1e9, entry["bandwidth"] * 1e9, flops, entry["source"])
+    return Accelerator(name, entry["memory"] * 1e9, entry["bandwidth"] * 1e9, flops, entry["source"])
 
 
 def efficiency() -> Efficiency:
