@@ -38,6 +38,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/shape.py --check  # a package grows on purpose, or not at all
+	$(BIN)/python scripts/claims.py  # a speed-up stands beside tokens/s, and every figure of speed in a result
 
 audit: install  ## known weaknesses of the packages that are installed; needs a network, so CI does not run it
 	@if $(BIN)/python -c "import pip_audit" 2> /dev/null; then $(BIN)/python -m pip_audit; \

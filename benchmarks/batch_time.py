@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 import transformers
 
-from benchmarks.replay import command, processor
+from benchmarks.replay import command, commit, processor
 from outrider import demo, generation, load_drafter, load_target
 from outrider.data.sources.readers import instructions
 from outrider.decoding.protocols import Drafter, Policy
@@ -142,7 +142,7 @@ def prompts_of(target: TransformersTarget, count: int) -> list[list[int]]:
 def write(found: dict[str, Any], out: Path | None) -> None:
     """Print the result with its provenance, and save it if requested."""
     found = {
-        "command": command(),
+        "command": command(), "commit": commit(),
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
             **processor(), "cpus": os.cpu_count(), "threads": torch.get_num_threads(),

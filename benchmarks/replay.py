@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import random
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -147,6 +148,7 @@ def provenance(seconds: float) -> dict[str, Any]:
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command(),
         "seconds": round(seconds, 1),
+        "commit": commit(),
         "outrider": version("outrider"),
         "torch": torch.__version__,
         "transformers": version("transformers"),
@@ -155,6 +157,12 @@ def provenance(seconds: float) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
+
+
+def commit() -> str:
+    """The commit of this code; "" outside a clone."""
+    words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=8", "HEAD"]
+    return subprocess.run(words, capture_output=True, text=True).stdout.strip()
 
 
 def command() -> str:

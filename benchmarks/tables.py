@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from charts import charts
 from papers import papers
 
+from outrider.drafters import methods as methods_of_drafters
+
 HERE = Path(__file__).resolve().parent
 PROVENANCE = ("command", "made", "measured", "cpu", "cpus", "threads", "torch", "transformers")
 
@@ -65,7 +67,7 @@ TABLES: dict[str, list[Table]] = {
         Table("rows", "drafter; temperature; way=steps of; rows:.1f; set_by; draft_ms:.2f; verify_ms:.2f; "
               "tokens_per_step:.2f; over_plain:.2f; bound:.2f; of_bound:.0%=of it"),
     ],
-    "retrieval": [Table("rows", "name=drafter; task; tokens_per_step:.2f; speedup:.2f=speed-up")],
+    "retrieval": [Table("rows", "name=drafter; task; tokens_per_step:.2f")],
     "corpus": [Table("search.warm_us", "p50:.1f=p50, µs; p99:.1f=p99, µs", "A search")],
     "gpu": [
         Table("rows.machine", "=value:.4g"),
@@ -132,6 +134,7 @@ def main() -> None:
     results = {path.stem: json.loads(path.read_text()) for path in sorted((HERE / "results").glob("*.json"))}
     sections = {name: section(results[name], TABLES[ALIASES.get(name, name)]) for name in (*TABLES, *ALIASES)}
     sections |= {"papers": papers(results), "methods": methods(results["methods"])}
+    sections["engine_versions"] = engine_versions(results)
     for page in sorted((HERE / "pages").glob("*.md")):
         _put(page, sections)
     _put(HERE / "RESULTS.md", {"glance": glance(results)})
@@ -291,6 +294,46 @@ def _method(row: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
+def _parted(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """A row of other steps or none, and whose fault that is, as far as the rows tell."""
+    same = [other for other in rows if (other["kind"], other["format"]) == (row["kind"], row["format"])]
+    if row["error"]:
+        return f"{row['row']} (refused)"
+    return row["row"] + (" (equal with vLLM mended)" if any(other["steps_equal"] == 1 for other in same) else "")
+
+
+def engine_versions(found: dict[str, dict[str, Any]]) -> str:
+    """Per method, how far its drafts were followed in each engine."""
+    vllm, llama, converted = found["engines"]["rows"], found["llama_cpp"], found["gguf_converter"]["rows"]
+    versions = ", ".join(dict.fromkeys(row["version"] for row in vllm))
+    heads = ["method", f"vLLM {versions}, CPU", llama["llama_cpp"]["package"], "SGLang", "TensorRT-LLM", "transformers"]
+    lines = []
+    for kind, method in sorted(methods_of_drafters().items()):
+        rows = {
+            "vllm": [row for row in vllm if row["kind"] == kind],
+            "llamacpp": [row for row in llama["drafters"] if row["row"] == kind and row["fault"] is None],
+        }
+        cells = {name: _followed(rows[name]) for name in rows}
+        if not cells["llamacpp"] and any(row["case"] == kind and not row["unexplained"] for row in converted):
+            cells["llamacpp"] = "file equals its converter's"
+        names = ("vllm", "llamacpp", "sglang", "trtllm", "transformers")
+        line = [cells.get(name) or ("written" if name in method.engines else "–") for name in names]
+        if set(line) != {"–"}:
+            lines.append([kind, *line])
+    return _table(heads, lines)
+
+
+def _followed(rows: list[dict[str, Any]]) -> str:
+    """The verdict of a method's rows in one engine as it comes; "" without rows."""
+    rows = [row for row in rows if "mended" not in row["row"]]
+    if not rows:
+        return ""
+    if all("steps_equal" not in row for row in rows):
+        return f"{sum(row['texts_equal'] for row in rows)} of {sum(row['prompts'] for row in rows)} texts equal"
+    best = max(row["steps_equal"] or 0.0 for row in rows)
+    return "equal step by step" if best == 1 else f"{best:.1%} of steps equal" if best else "**refused**"
+
+
 # ── all pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -321,11 +364,12 @@ def counted(results: dict[str, Any]) -> list[tuple[str, str, int, int]]:
     families, soak = results["families"]["totals"], results["soak"]["totals"]
     forms, engines = (
         results["every_family"]["rows"],
-        [row for row in results["engines"]["rows"] if row.get("steps_equal")],
+        [row for row in results["engines"]["rows"] if "steps_equal" in row],
     )
     wrong = sum(row["outcome"] not in ("exact", "refused", "not built") for row in forms)
-    parted = [row["row"] for row in engines if row["steps_equal"] < 1]
-    by_engine = f"vLLM accepts what is accepted here, step by step; not, by faults of its own: {', '.join(parted)}"
+    parted = [_parted(row, engines) for row in engines if row["steps_equal"] != 1]
+    version = ", ".join(dict.fromkeys(row["version"] for row in engines))
+    by_engine = f"vLLM {version} (CPU) accepts what is accepted here, step by step; not: {', '.join(parted)}"
     return [
         ("families", "greedy text is `generate`'s: tokens that differ", families["mismatches"], families["tokens"]),
         ("every_family", "a form is exact or refused by name: neither", wrong, len(forms)),

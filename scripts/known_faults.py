@@ -1402,6 +1402,10 @@ FAULTS = [
         ("pass_of", "reading + multiplying * efficiency.matmuls / efficiency.few_matmuls", "max(reading, multiplying)"),
     ),
     fault(
+        "a plan counts a drafter on another device in the memory of the target's",
+        ("_placed", "replace(draft, model=None)", "draft"),
+    ),
+    fault(
         "a probe replays sampled requests greedily",
         (
             "_sampling",

@@ -71,7 +71,9 @@ def _placements(plan: Plan) -> console.PlainTable:
     for each in plan.placements:
         slots = "" if each.slots is None else f"{each.slots}"
         cells = str(each.devices), f"{each.speedup.center or 0:.2f}", f"{each.tokens_per_s:.0f}"
-        shown.add_row(f"{each.method}, {each.where}", *cells, f"{1e3 * each.draft_s:.2f}", sized(each.drafter_bytes), slots)
+        shown.add_row(
+            f"{each.method}, {each.where}", *cells, f"{1e3 * each.draft_s:.2f}", sized(each.drafter_bytes), slots
+        )
     return shown
 
 

@@ -1,9 +1,8 @@
 """Where a drafter runs: beside its target, on an accelerator of its own, or on the CPU.  No torch.
 
-Elsewhere it leaves memory to the target, but Python runs between the passes (`outrider.nn.drafting.remote`): its layers
-are launched one by one, the features of a step are sent to it, and its draft comes back.  Target and drafter take turns;
-that one half of the requests is verified while the other is drafted (`generate(halves=True)`) is not counted, since
-passes are not captured then.
+Elsewhere it leaves memory to the target, but Python runs between the passes (`outrider.nn.drafting.remote`): its
+layers are launched one by one, the features of a step are sent to it, and its draft comes back.  Target and drafter
+take turns; `generate(halves=True)` is not counted, since it does without captured passes.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
+from outrider.drafters import method
 from outrider.plan.demand import Demand
 from outrider.plan.paper.hardware import Place, host
 from outrider.plan.predict import Memory, PaperCosts, StepCost, row
@@ -65,9 +65,9 @@ def _placed(subject: Subject, demand: Demand, best: Row, where: Where, place: Pl
         slow = eager(host() if where == "cpu" else Place(place.accelerator, 1, place.efficiency))
         costs = ElsewhereCosts(model, place, subject.drafts, slow)
         # embedding and head of the target are copied there
-        own_bytes += 0.0 if best.method == "small_model" else 2 * model.head * model.head_bytes
+        own_bytes += 0.0 if method(draft.kind).is_model else 2 * model.head * model.head_bytes
         if own_bytes > slow.memory_bytes:
-            return None
+            return None  # it does not fit there
         memory = Memory(place.memory_bytes, model, {best.method: replace(draft, model=None)})
     made = row(costs, best.method, best.depth, accepted, demand, best.concurrency, memory)
     return Placement(

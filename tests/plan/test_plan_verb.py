@@ -54,6 +54,21 @@ def test_a_plan_on_paper_has_rows_for_every_method_depth_and_load(tmp_path: Path
     assert any("was published for other targets" in note for note in found.notes)
 
 
+def test_a_drafter_elsewhere_leaves_memory_and_takes_longer(tmp_path: Path) -> None:
+    """Catches a placement whose drafter is counted on the target's device too, or whose features travel for nothing."""
+    found = planned(tmp_path / "plan.json", "--target", "demo", "--hardware", "h100", *TRAFFIC)
+    by_place = {(each.method, each.where): each for each in found.placements}
+    assert len(by_place) == 3 * len({"eagle3", "dflash", "dspark"})  # lookups have no place
+    for name in ("eagle3", "dflash", "dspark"):
+        beside, own, cpu = (by_place[name, where] for where in ("same device", "own device", "cpu"))
+        row = next(r for r in found.rows if (r.method, r.depth, r.concurrency) == (name, beside.depth, 1))
+        assert (beside.speedup, beside.draft_s, beside.slots) == (row.speedup, row.draft_s, row.slots)
+        assert own.devices == 2 and beside.devices == cpu.devices == 1
+        assert own.slots is not None and cpu.slots == own.slots > (beside.slots or 0)
+        assert cpu.draft_s > own.draft_s > beside.draft_s and own.drafter_bytes > beside.drafter_bytes
+        assert (beside.speedup.center or 0) > (own.speedup.center or 0) > (cpu.speedup.center or 0)
+
+
 def test_without_traffic_there_are_break_even_points_and_no_decision(tmp_path: Path) -> None:
     """Catches lengths that are made up."""
     found = planned(tmp_path / "plan.json", "--target", "demo", "--hardware", "l4", "--new-tokens", "100")

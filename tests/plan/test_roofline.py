@@ -22,6 +22,7 @@ from outrider.plan.paper.roofline import (
     weights_read,
 )
 from outrider.plan.paper.weights import stored
+from outrider.plan.placement import eager
 from outrider.plan.predict import PaperCosts
 from outrider.targets.sketch import Sketch
 
@@ -95,6 +96,18 @@ def test_a_step_takes_as_long_as_it_was_served() -> None:
         kind = point["drafter"]
         planned = costs.drafted(kind, point["batch"], nodes[kind], (), context=112).seconds
         assert 1e3 * planned == pytest.approx(point["whole_ms"], rel=0.1), point
+
+
+def test_a_draft_with_python_between_its_layers_takes_as_long_as_it_was_timed() -> None:
+    """Catches a drafter on another device, which is not captured, that is planned as if it were."""
+    place, (sketch, model) = hardware.place("h200"), recorded_model("8b")
+    nodes = {"dspark": 7, "eagle3": 5, "mtp": 3, "medusa": 16}
+    costs = PaperCosts(model, place, {kind: drafts.on_paper(kind, sketch) for kind in nodes})
+    for point in (each for each in RECORDED["step-8b"]["points"] if each["temperature"] == 0):
+        kind, batch = point["drafter"], point["batch"]
+        step = costs.drafted(kind, batch, nodes[kind], (), 112)
+        draft = costs.drafts[kind].seconds(eager(place), batch, nodes[kind], 112)
+        assert 1e3 * (step.verify_s + step.other_s + draft) == pytest.approx(point["seams_ms"], rel=0.3), point
 
 
 def test_a_text_s_cache_is_read_once_whatever_its_rows() -> None:
