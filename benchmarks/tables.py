@@ -62,7 +62,7 @@ TABLES: dict[str, list[Table]] = {
     ],
     "every_family": [Table("rows", "family; form; dtype; mode; outcome; reason:reason=why")],
     "soak": [Table("settings", "cases:,; tokens:,"), Table("events", "=times:,")],
-    "kills": [Table("spent", "before_call=in a save, at; from_step; saved_step")],
+    "kills": [Table("stages", "kills; before_a_call=before a call that changes the disk; runs")],
     "bounds": [
         Table("rows", "drafter; temperature; way=steps of; rows:.1f; set_by; draft_ms:.2f; verify_ms:.2f; "
               "tokens_per_step:.2f; over_plain:.2f; bound:.2f; of_bound:.0%=of it"),

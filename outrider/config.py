@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from outrider.errors import ConfigError, first_line
+from outrider.storage.trusted import regular, whole_text
 
 T = TypeVar("T", bound="Config")
 Quantization = Literal["int8", "q8_0", "q4_0", "q4_k"]
@@ -160,8 +161,7 @@ def _shown(value: Any) -> str:
 def read(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file.  Raises ConfigError with the line for invalid YAML and duplicate keys."""
     try:
-        with Path(path).open(encoding="utf-8") as file:
-            text = file.read(LONGEST + 1)  # a device would never end
+        text = _text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"can't read run file {path}: {error}; give a readable file in UTF-8") from None
     values = _parsed(text, str(path))
@@ -186,10 +186,16 @@ def located(path: str | Path, overrides: Iterable[str] = ()) -> Iterator[None]:
         raise ConfigError("\n".join(_located(part, path, lines, changed) for part in str(error).splitlines())) from None
 
 
+def _text(path: str | Path) -> str:
+    """The text of a file, up to a character more than a run file may have.  Raises OSError and UnicodeDecodeError."""
+    with regular(Path(path)).open(encoding="utf-8") as file:
+        return file.read(LONGEST + 1)
+
+
 def _lines(path: str | Path) -> dict[str, int]:
     """The line of every key in a YAML file; empty if it can't be read."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = _text(path)
         if len(text) > LONGEST or _brackets(text) > 4 * DEEPEST:
             return {}
         node = yaml.compose(text, yaml.SafeLoader)
@@ -249,8 +255,8 @@ def _parsed(text: str, what: str) -> Any:
         raise ConfigError(f"{what[:80]} has {len(text)} characters, the most are {LONGEST}; name files in it instead")
     if _brackets(text) > 4 * DEEPEST:  # checked first, since scanning takes quadratic time in this
         raise ConfigError(f"{what[:80]} is nested too deeply; correct it")
-    loader = yaml.SafeLoader(text)
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         _size(node, {})
         return None if node is None else loader.construct_document(node)
@@ -302,10 +308,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
     Duplicate keys are refused, since parsers differ in which one they take.
     """
-    if path.exists() and not path.is_file():  # a pipe would never end
-        raise ValueError("it is not a file")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
+        value = json.loads(whole_text(path), object_pairs_hook=once)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(value, dict):

@@ -13,14 +13,44 @@ OutriderError
 
 from __future__ import annotations
 
+import re
+
+SECRETS = (
+    (r"://[^/\s]*@", "://***@"),  # user:password@host
+    (r"://[^\s/@]*:(?!\d{1,5}(?:/|$))\S*@", "://***@"),  # a password with a slash
+    (r"\b[\w.%+~-]+:[^\s/@:'\"]+@(?=[\w.\[-])", "***@"),  # an address without its scheme
+    (r"([?&][\w.-]*(?:key|token|secret|passw|auth|sig)[\w.-]*=)[^&\s\"'#]+", r"\1***"),
+    (r"\b(bearer|basic) +[\w.~+/=-]{8,}", r"\1 ***"),
+    (r"\b(outrider-(?=[\w-]{40})|sk-(?=[\w-]{20})|hf_(?=\w{30}))[\w-]+", r"\1***"),
+)
+"""Patterns of secrets in messages, and what is shown instead."""
+
+
+def masked(text: str) -> str:
+    """The text without passwords of addresses, keys in their queries and headers, and keys by their usual prefixes."""
+    for pattern, shown in SECRETS:
+        text = re.sub(pattern, shown, text, flags=re.IGNORECASE)
+    return text
+
 
 def first_line(error: Exception) -> str:
     """The first line of another library's error, for use in a message."""
     return str(error).strip().split("\n")[0]
 
 
+LONGEST_MESSAGE = 4000
+"""Characters; what a file or a server said may be longer."""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[: LONGEST_MESSAGE - 4]} ..."
+
+
 class OutriderError(Exception):
-    """Base of all errors below."""
+    """Base of all errors below; a long message is cut, and secrets in it are masked."""
+
+    def __init__(self, *args: object):
+        super().__init__(*(masked(_cut(arg)) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(OutriderError, ValueError):

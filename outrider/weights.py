@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,22 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     for name, weight in state.items():
         names.setdefault(id(weight), name)
     return {name: state[name] for name in names.values()}
+
+
+def described(build: Callable[[], nn.Module]) -> dict[str, Tensor] | None:
+    """The weights of a model on the meta device, which takes no memory; None for one that computes with its weights
+    while it is built."""
+    try:
+        with torch.device("meta"):
+            return weights_of(build())
+    except Exception:
+        return None
+
+
+def is_larger(expected: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> bool:
+    """Whether a model is far larger than the weights in its file, so that its description can't be right."""
+    sizes = [sum(weight.numel() for weight in weights.values()) for weights in (expected, stored)]
+    return sizes[0] > 2 * sizes[1] + 2**20
 
 
 def defaults(model: nn.Module) -> list[str]:

@@ -1,19 +1,35 @@
 """What is read or run is checked first, and what is printed does nothing."""
 
+import json
+import logging
 import os
 import re
+import resource
 import time
 from pathlib import Path
 
 import pytest
+from report.examples import hostile_report
+from rich.table import Table
+from rich.text import Text
 from safetensors.torch import save_file
+from tiny import folder, talker
 
-from outrider import checkpoint, config, kernels
+from outrider import checkpoint, cli, config, kernels
 from outrider.cli import console
-from outrider.errors import CheckpointError, ConfigError, ExportError, NotCompiled
+from outrider.client.asynchronous import AsyncClient
+from outrider.client.sending.resources import base_of
+from outrider.drafters import find
+from outrider.errors import LONGEST_MESSAGE, CheckpointError, ConfigError, DataError, ExportError, NotCompiled
 from outrider.fast import Graph
-from outrider.formats import folder
+from outrider.formats import folder as folders
+from outrider.report.tables import SummaryTable
 from outrider.storage import trusted
+from outrider.storage.json_text import parse_json
+from outrider.targets.hf.transformers import TransformersTarget
+from outrider.traffic.address import address_of
+
+__all__ = ["folder", "talker"]
 
 # ── what is run ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -94,12 +110,12 @@ def test_weights_are_files(tmp_path: Path, kind: str) -> None:
         place.mkdir()
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ExportError, match="not a regular file"):
-        folder.read_names(tmp_path)
+        folders.read_names(tmp_path)
     with pytest.raises(CheckpointError, match="not a regular file"):
         checkpoint.load_weights(tmp_path, None)  # type: ignore[arg-type]
     place.rmdir() if kind == "folder" else place.unlink()
     save_file({}, place)
-    assert folder.read_names(tmp_path) == frozenset()
+    assert folders.read_names(tmp_path) == frozenset()
 
 
 def repeated(count: int, each: str) -> str:
@@ -112,7 +128,8 @@ BOMBS = {
     "mappings": repeated(12, "{a: *, b: *, c: *, d: *, e: *, f: *, g: *, h: *}"),
     "itself": "a: &a\n  b: *a\n", "itself in a list": "a: &a [1, *a]\n", "depth": "a: " + "[" * 2000 + "]" * 2000,
     "some depth": "a: " + "{a: " * 60 + "1" + "}" * 60, "digits": "a: " + "9" * 6000, "date": "a: 2001-13-45",
-    "size": "a: " + "b" * 600_000, "merge": "a: &a {b: 1}\nc: {<<: [*a, 7]}", "unhashable": "{[1]: 2}",
+    "size": "a: " + "b" * 600_000, "control": "a: \x07b",
+    "merge": "a: &a {b: 1}\nc: {<<: [*a, 7]}", "unhashable": "{[1]: 2}",
 }  # fmt: skip
 
 
@@ -134,9 +151,39 @@ def test_aliases_and_depth_that_people_write_are_read(tmp_path: Path) -> None:
     assert config.read(path) == {"a": (a := {"b": [1, {"c": 2}]}), "d": a, "e": a | {"f": 3}}
 
 
-def test_a_device_is_no_run_file() -> None:
-    with pytest.raises(ConfigError):
-        config.read("/dev/zero")
+def test_a_run_file_is_a_file(tmp_path: Path) -> None:
+    """Catches a read that never ends, of the file or of its lines for an error."""
+    os.mkfifo(tmp_path / "pipe")
+    for place in ("/dev/zero", tmp_path / "pipe", tmp_path):
+        with pytest.raises(ConfigError), config.located(place):
+            config.read(place)
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"), [("dspark", "rank"), ("dspark", "intermediate"), ("dflash2", "rank"), ("medusa", "heads")]
+)
+def test_a_manifest_is_compared_with_its_weights_before_memory_is_taken(
+    kind: str, setting: str, talker: TransformersTarget, tmp_path: Path
+) -> None:
+    """Catches a manifest of a few bytes that describes a model of many gigabytes."""
+    module = find(kind)
+    model = module.Model(config.build(module.Config, {"kind": kind}, "drafter"), talker)
+    checkpoint.save(tmp_path / "draft", model)
+    manifest = json.loads((tmp_path / "draft" / checkpoint.MANIFEST).read_text())
+    manifest["config"][setting] = 10**9
+    (tmp_path / "draft" / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises((CheckpointError, ConfigError)):
+        checkpoint.load_model(tmp_path / "draft", talker)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
+
+
+def test_nested_json_is_refused_as_other_text_is() -> None:
+    """Catches Python's own error for it, which readers don't expect."""
+    for text in ("[" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            parse_json(text)
+    assert parse_json("[1]") == [1]
 
 
 # ── what is printed ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -153,12 +200,62 @@ def test_nothing_drives_a_terminal(text: str, capsys: pytest.CaptureFixture[str]
     assert console.plain(text).encode()
 
 
-@pytest.mark.parametrize("url", ["http://ann:secret@host/v1", "https://secret@host", "see http://a:b%20secret@h:1/x"])
-def test_passwords_of_addresses_are_not_printed(url: str) -> None:
-    assert "secret" not in console.plain(f"can't reach {url!r}: refused")
-    assert "***@h" in console.plain(url)
+def test_no_renderable_drives_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a verb that prints a table, a rich text or a report without `say`."""
+    table = Table("\x1b[2Jhead")
+    table.add_row(Text("\x9b2J"))
+    for shown in (table, Text("\x1b]0;pwned\x07"), "[b]\x1b[31m[/b]", SummaryTable(hostile_report())):
+        console.out.print(shown)
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", capsys.readouterr().out)
+
+
+def test_what_nobody_foresaw_is_printed_as_safely(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a traceback, and a library's warning, that print a file's name as it is."""
+
+    def fails(**_: object) -> None:
+        logging.getLogger("somebody").warning("odd: %s", "\x1b]0;logged\x07")
+        raise KeyError("a \x1b]0;raised\x07 http://ann:secret@host")
+
+    monkeypatch.setattr(cli, "app", fails)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own
+    with pytest.raises(SystemExit):
+        cli.main()
+    shown = capsys.readouterr().err
+    assert "logged" in shown
+    assert "raised" in shown
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]|secret", shown)
+
+
+SECRETS = [
+    "http://ann:secret@host/v1", "https://secret@host", "see http://a:b%20secret@h:1/x", "http://ann:se@secret@host",
+    "http://ann:x/secret@host", "ann:secret@host:8000/v1", 'http://ann:"secret@host', "http://h/metrics?api_key=secret&x=1",
+    "http://h?x=1&access_token=secret#a", "Authorization: Bearer abc-secret-123456", "basic c2VjcmV0secret",
+    "outrider-" + "secret" * 8, "sk-proj-" + "secret" * 5, "hf_" + "secret" * 6,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", SECRETS)
+def test_secrets_are_in_no_message(text: str) -> None:
+    """Catches a password or a key in an error, printed or raised to a program."""
+    for shown in (console.plain(f"can't reach {text!r}: refused"), str(DataError(f"no server at {text}; start it"))):
+        assert "secret" not in shown
+        assert "***" in shown
+
+
+@pytest.mark.parametrize("url", SECRETS[:6])
+def test_addresses_that_are_none_keep_their_secrets(url: str) -> None:
+    for read in (address_of, base_of, AsyncClient):
+        with pytest.raises(ConfigError) as raised:
+            read(url.split()[-1].replace("host", "h:x").replace("h:1", "h:x") + "?#")
+        assert "secret" not in str(raised.value)
 
 
 def test_plain_text_stays_as_it_is() -> None:
-    text = "naïve\tcafé\n日本語 👍 user@example.org: http://host/a@b?c=d@e"
+    text = "naïve\tcafé\n日本語 👍 user@example.org: http://host/a@b?c=d@e http://host:8000/a@b Bearer KEY"
     assert console.plain(text) == text
+
+
+def test_a_message_has_an_end() -> None:
+    assert len(str(DataError("x" * 10**6))) <= LONGEST_MESSAGE

@@ -1,7 +1,9 @@
 """The command line: a module per verb, loaded when the verb is called, so that `--help` does not import torch."""
 
 import keyword
+import logging
 import sys
+import traceback
 from importlib import import_module
 from typing import Any
 
@@ -148,6 +150,7 @@ for group, (heading, line, verbs) in GROUPS.items():
 
 def main() -> None:
     """Entry point: an OutriderError is printed as one sentence with an exit code, without a traceback."""
+    logging.lastResort = console.LogHandler(logging.WARNING)
     try:
         if sys.argv[1:] == ["--version"]:
             print(f"outrider {outrider.__version__}")
@@ -172,4 +175,5 @@ def main() -> None:
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # wrong use of the command line
             error.show()
             raise SystemExit(error.exit_code) from None
-        raise
+        console.remark(traceback.format_exc())  # Python would print names and messages as they are
+        raise SystemExit(1) from None

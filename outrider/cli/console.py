@@ -1,6 +1,7 @@
 """Output of all verbs: text, tables, progress, JSON, and counts and sizes in short form."""
 
 import json
+import logging
 import os
 import re
 import statistics
@@ -12,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from outrider.errors import ConfigError, DataError
+from outrider.errors import ConfigError, DataError, masked
 
 SLOW_FACTOR = 3
 """A stage explains why it is slow if it will take this many times its usual minutes."""
@@ -28,23 +30,35 @@ STEADY_STEPS = 24
 BURST = 200
 """Minimum number of answers for a time estimate: the answers of a batch end at about the same time."""
 
-out = Console()
-note = Console(stderr=True)
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that control a terminal, except tabs and line feeds."""
-PASSWORD = re.compile(r"(?<=://)[^/\s@\"']+@")
 
 
 def plain(text: str) -> str:
-    """Text that is safe to print: control characters and lone surrogates are escaped, passwords in URLs are masked."""
-    escaped = CONTROL.sub(lambda match: match[0].encode("unicode_escape", "backslashreplace").decode(), text)
-    return PASSWORD.sub("***@", escaped)
+    """Text that is safe to print: control characters and lone surrogates are escaped, passwords and keys masked."""
+    return masked(_escaped(text))
+
+
+def _escaped(text: str) -> str:
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape", "backslashreplace").decode(), text)
+
+
+class PlainConsole(Console):
+    """A console on which no text controls the terminal, whatever prints it; rich's own controls are no text."""
+
+    def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=_escaped(segment.text))
+
+
+out = PlainConsole()
+note = PlainConsole(stderr=True)
 
 
 def written(text: str) -> str:
     """A model's text for standard output: escaped on a terminal, verbatim in a file."""
     encodable = text.encode(errors="replace").decode()
-    return plain(encodable) if out.is_terminal else encodable
+    return _escaped(encodable) if out.is_terminal else encodable
 
 
 def say(line: str, style: str | None = None) -> None:
@@ -311,6 +325,13 @@ def confirm(what: str) -> None:
         raise ConfigError(f"{what}; add --yes to allow it, or lower prepare.count")
     if not typer.confirm(f"{what}; continue?"):
         raise ConfigError("nothing was written; lower prepare.count, or name another prepare.folder")
+
+
+class LogHandler(logging.Handler):
+    """Prints log lines on standard error, as safely as everything else."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        remark(self.format(record))
 
 
 def fail(message: str) -> None:

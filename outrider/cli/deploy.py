@@ -96,8 +96,8 @@ def _say(draft: Draft, command: Command, only_print: bool) -> None:
             say(f"          {note}")
         if command.before is not None:
             say("          first:")
-            print(command.before, file=console.out.file)
+            print(console.written(command.before), file=console.out.file)
     # unwrapped, so that it can be pasted
-    print(command.shell, file=console.out.file)
+    print(console.written(command.shell), file=console.out.file)
     if command.engine == "transformers" and not only_print:
         print("\n".join(f"# {name}\n{text}" for name, text in command.files.items()), file=console.out.file)

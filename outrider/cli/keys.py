@@ -24,7 +24,7 @@ def keys_add(
     """Create a key and print it once; the file stores only its hash."""
     key = keys.add(file, name, concurrent)
     console.remark(f"key of {name}, which is shown only once; {file} stores its hash", "dim")
-    say(key)
+    print(key, file=console.out.file)  # `say` would mask it
 
 
 def keys_list(file: KeyFile, json_to: JsonTo = None) -> None:

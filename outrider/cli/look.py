@@ -19,6 +19,7 @@ def show_samples(file: Path, overrides: list[str], count: int) -> None:
         say(f"{number + 1}. {sample.id}: {_facts(sample)}", "bold")
         shown = Text()
         for text, trains in sample.pieces:
+            text = console.written(text)
             shown.append(f"{marks[0]}{text}{marks[1]}" if trains else text, "green" if trains else "dim")
         console.out.print(shown, soft_wrap=True)
         say("")

@@ -25,7 +25,7 @@ def show_checklist(folder: Path, log: Path | None, json_to: str | None) -> None:
         for item in items:
             say(f"{item.name:<12}{item.state}: {item.reason}", STYLES.get(item.state))
             for command in item.commands if item.state != "done" else ():
-                console.out.print(f"            {command}", soft_wrap=True, markup=False, highlight=False)
+                print(f"            {console.written(command)}", file=console.out.file)  # unwrapped
         if log is None:
             say(f"          replace {files.LOG} by a log of your requests, or name it with --log")
     content: dict[str, Any] = {

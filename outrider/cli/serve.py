@@ -106,7 +106,7 @@ def serve(
 
 def _log_all() -> None:
     """Send the server's log to standard error."""
-    handler, logger = logging.StreamHandler(), logging.getLogger("outrider.serve")
+    handler, logger = console.LogHandler(), logging.getLogger("outrider.serve")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from outrider.client.prices import Usage, usage_of
 from outrider.client.sending.events import EventDecoder
 from outrider.errors import ConfigError
+from outrider.storage.json_text import parse_json
 
 LONGEST_MESSAGE = 300
 """Characters of a server's error message that are passed on."""
@@ -112,8 +113,8 @@ class ServerError(NamedTuple):
 def parse_error(body: bytes) -> ServerError:
     """The error in the body of a response that is not 2xx."""
     try:
-        content = json.loads(body)
-    except (ValueError, RecursionError):
+        content = parse_json(body)
+    except ValueError:
         return ServerError(body[:LONGEST_MESSAGE].decode("utf-8", "replace").strip())
     return error_in(content) or ServerError(json.dumps(content)[:LONGEST_MESSAGE])
 
@@ -137,8 +138,8 @@ def error_in(content: Any) -> ServerError | None:
 def parse_answer(body: bytes) -> dict[str, Any]:
     """A whole answer, decoded.  Raises InvalidResponse."""
     try:
-        content = json.loads(body)
-    except (ValueError, RecursionError):
+        content = parse_json(body)
+    except ValueError:
         raise InvalidResponse(f"{len(body)} bytes that are not JSON" if body else "an empty response") from None
     if (error := error_in(content)) is not None:
         raise InvalidResponse(f"an error with status 200: {error.message}")
@@ -217,8 +218,8 @@ class StreamParser:
 
     def _chunk(self, event: str) -> Chunk:
         try:
-            content = json.loads(event)
-        except (ValueError, RecursionError):
+            content = parse_json(event)
+        except ValueError:
             raise InvalidResponse("an event that is not JSON") from None
         if (error := error_in(content)) is not None:
             raise InvalidResponse(f"an error in the stream: {error.message}")
@@ -238,6 +239,6 @@ class StreamParser:
 def parse_models(body: bytes) -> list[str]:
     """Model names in a response of /models.  Raises InvalidResponse."""
     try:
-        return [str(entry["id"]) for entry in json.loads(body)["data"]]
+        return [str(entry["id"]) for entry in parse_json(body)["data"]]
     except (ValueError, LookupError, TypeError, RecursionError):
         raise InvalidResponse("not a list of models") from None

@@ -21,7 +21,9 @@ from outrider.client.cache import digest
 from outrider.client.failures import BudgetExceeded, CircuitOpen, ClientError
 from outrider.errors import ConfigError, DataError
 from outrider.storage.atomic import whole_lines
+from outrider.storage.json_text import numbered_lines, parse_json
 from outrider.storage.lock import held
+from outrider.storage.trusted import regular
 
 Update = Callable[[int, int], None]
 """Called with the numbers of answered and of failed prompts."""
@@ -59,8 +61,8 @@ def read_prompts(path: Path, settings: Mapping[str, Any]) -> list[Prompt]:
     prompts: list[Prompt] = []
     ids, hashes = dict[str, int](), Counter[str]()
     try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
+        with regular(path).open("rb") as file:
+            for number, line in numbered_lines(file):
                 if not line.strip():
                     continue
                 prompt = _prompt(line, f"{path}, line {number}", settings, hashes)
@@ -68,17 +70,17 @@ def read_prompts(path: Path, settings: Mapping[str, Any]) -> list[Prompt]:
                     raise DataError(f"{path}, line {number}: id {prompt.id!r} is already in line {ids[prompt.id]}")
                 ids[prompt.id] = number
                 prompts.append(prompt)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise DataError(f"can't read {path}: {error}; give a JSONL file in UTF-8") from None
     if not prompts:
         raise DataError(f'{path} has no prompts; give lines such as {{"prompt": "…"}} or {{"messages": […]}}')
     return prompts
 
 
-def _prompt(line: str, where: str, settings: Mapping[str, Any], hashes: Counter[str]) -> Prompt:
+def _prompt(line: bytes, where: str, settings: Mapping[str, Any], hashes: Counter[str]) -> Prompt:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise DataError(f"{where} is not JSON: {error}") from None
     if isinstance(row, str):
         row = {"prompt": row}
@@ -106,7 +108,7 @@ def _answered(path: Path) -> dict[str, str]:
     requests: dict[str, str] = {}
     for number, line in whole_lines(path):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             requests[row["id"]] = row["request"]
         except (ValueError, LookupError, TypeError):
             raise DataError(f"{path}, line {number}, is not an answer of `outrider ask`; name another file") from None

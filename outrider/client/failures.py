@@ -21,7 +21,7 @@ class ClientError(OutriderError):
 
     def __init__(self, message: str, attempts: int = 0, request_id: str | None = None):
         super().__init__(message)
-        self.message, self.attempts, self.request_id = message, attempts, request_id
+        self.message, self.attempts, self.request_id = str(self), attempts, request_id
 
 
 class RefusedError(ClientError):

@@ -22,7 +22,8 @@ from outrider.formats.keys import MANIFEST
 from outrider.formats.layout import Config, Layout
 from outrider.nn.draft_model import DraftModel, binding
 from outrider.targets.hf.transformers import TransformersTarget
-from outrider.weights import mistyped, not_finite, stale_map, weights_of
+from outrider.weights import described as described_weights
+from outrider.weights import is_larger, mistyped, not_finite, stale_map, weights_of
 
 STALE = "*rotary_emb*"
 """Keys in other formats that hold no trained weights."""
@@ -71,6 +72,9 @@ def imported(
     with _readable(folder, format, kind):
         config = build(module.Config, settings, f"{folder} as {format}")
         _check_sizes(config, weights, target)
+        expected = described_weights(lambda: module.Model(config, target))
+        if expected is not None and is_larger(expected, weights):
+            raise ExportError("its config describes a model larger than its weights; copy the folder again")
         model: DraftModel = module.Model(config, target)
         weights = dict(layout.translates(weights))
     fill(model, weights, layout, folder, target, manifest.get("unmapped", {}).keys())

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from outrider import machine
 from outrider.errors import ExportError
 from outrider.formats.gguf import reading
 from outrider.formats.keys import CONFIG, read_json
@@ -61,7 +62,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a folder, on the CPU.  Raises ExportError for pickles, damaged files, and weights that are
     quantised or not finite."""
     weights: dict[str, Tensor] = {}
-    for path in _files(folder):
+    files = _files(folder)
+    if why := machine.fits(sum(path.stat().st_size for path in files if path.exists())):
+        raise ExportError(f"{folder} can't be loaded: {why}; copy it again, or use a smaller draft")
+    for path in files:
         try:
             tensors = load_file(regular(path))
         except (OSError, SafetensorError) as error:

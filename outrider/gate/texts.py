@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
 from outrider.errors import DataError
+from outrider.storage.json_text import parse_json
+from outrider.storage.trusted import whole_text
 
 TEXT_KEYS = ("text", "answer", "output", "completion")
 
@@ -66,14 +67,14 @@ def _text_pair(name: str, one: str, other: str) -> TextPair:
 def _answers(path: Path) -> dict[str, str]:
     answers: dict[str, str] = {}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = whole_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"can't read {path}: {error}; give a JSONL file of answers") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             raise DataError(f"{path}, line {number} is not JSON: {error}; correct the line or delete it") from None
         values = [row[key] for key in TEXT_KEYS if isinstance(row.get(key), str)] if isinstance(row, dict) else []

@@ -239,6 +239,14 @@ def free_memory(device: torch.device | str = "cpu") -> int:
     return free
 
 
+def fits(size_bytes: float) -> str:
+    """Why so much can't be loaded; empty if it fits into the free memory."""
+    free = free_memory()
+    return (
+        "" if size_bytes <= free else f"it takes {size_bytes / 1e9:.3g} GB of memory, and {free / 1e9:.3g} GB are free"
+    )
+
+
 def _memory_line(name: str) -> int:
     """A field of /proc/meminfo in bytes."""
     try:

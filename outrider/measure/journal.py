@@ -24,6 +24,7 @@ from outrider.measure.record import Run
 from outrider.measure.tasks.names import Prompt
 from outrider.measure.tasks.prompts import digest
 from outrider.report.parts import LeftOut, TracedToken
+from outrider.storage.json_text import parse_json
 
 NAME = "prompts"
 """Files are called prompts.jsonl, and prompts.1.jsonl and so on for further processes."""
@@ -239,10 +240,10 @@ def _record(line: bytes, path: Path) -> Record:
 
 def _differences(header: str, expected: str) -> list[str]:
     try:
-        before = flatten(json.loads(header)["facts"])
+        before = flatten(parse_json(header)["facts"])
     except (ValueError, KeyError, TypeError, AttributeError):
         return ["its first line can't be read"]
-    now = flatten(json.loads(expected)["facts"])
+    now = flatten(parse_json(expected)["facts"])
     keys: Iterable[str] = sorted(before.keys() | now.keys())
     return [
         f"{key} {now.get(key)!r:.60}, was {before.get(key)!r:.60}" for key in keys if before.get(key) != now.get(key)

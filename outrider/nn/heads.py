@@ -45,6 +45,8 @@ class MarkovHead(nn.Module):
     @torch.no_grad()
     def begin(self, words: Tensor) -> None:
         """Initialise W1 as a random projection of the target's embedding [V, H], so that similar tokens are similar."""
+        if self.markov_w1.weight.is_meta:  # only its shapes are compared with those of a file
+            return
         words = words.float() - words.float().mean(0)
         projected = words @ nn.init.orthogonal_(torch.empty(words.shape[1], self.rank)).to(words.device)
         self.markov_w1.weight.copy_(projected / projected.std().clamp(min=1e-9))

@@ -33,6 +33,8 @@ from outrider.report.parts import (
     finite,
 )
 from outrider.storage.atomic import replacing
+from outrider.storage.json_text import parse_json
+from outrider.storage.trusted import whole_text
 
 SCHEMA = 1
 
@@ -194,10 +196,10 @@ class Report(Part):
         path = Path(path)
         path = path / "report.json" if path.is_dir() else path
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = parse_json(whole_text(path))
         except FileNotFoundError:
             raise DataError(f"no report at {path}; write one with `outrider evaluate`") from None
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             raise DataError(f"can't read report {path}: {error}; restore it, or measure again") from None
         version = values.get("schema", "none") if isinstance(values, dict) else "none"
         if version != SCHEMA:

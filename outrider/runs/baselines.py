@@ -17,6 +17,7 @@ from outrider.measure.row import training_of
 from outrider.measure.tasks.names import PromptSet, task_name
 from outrider.report.parts import Training
 from outrider.runs.reporter import Reporter
+from outrider.storage.json_text import parse_json
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training.progress import checkpoints
 
@@ -95,7 +96,7 @@ def metrics_of(checkpoint: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl next to a checkpoint; empty without one."""
     above = checkpoint.parent.parent if checkpoint.parent.name == checkpoints.FOLDER else checkpoint.parent
     path = above / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [parse_json(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _weights_hash(source: Source, settings: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from outrider import machine
+from outrider.errors import masked
 from outrider.runs.file import RunConfig
 
 
@@ -42,8 +43,10 @@ def write_provenance(folder: Path, config: Mapping[str, Any], facts: dict[str, A
         "command": " ".join(["outrider", *sys.argv[1:]]),
         "config": dict(config),
     } | facts
-    _write(folder, "provenance.json", json.dumps(facts_of_run, indent=2, default=str))
-    return facts_of_run
+    text = masked(json.dumps(facts_of_run, indent=2, default=str))  # the command and addresses may have passwords
+    _write(folder, "provenance.json", text)
+    written: dict[str, Any] = json.loads(text)
+    return written
 
 
 def _write(folder: Path, name: str, text: str) -> None:

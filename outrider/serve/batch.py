@@ -18,6 +18,8 @@ from outrider.serve.bodies.parsing import read
 from outrider.serve.bodies.refusals import Refusal, invalid
 from outrider.serve.service import Kind, Post, Service
 from outrider.storage.atomic import whole_lines
+from outrider.storage.json_text import numbered_lines, parse_json
+from outrider.storage.trusted import regular
 
 URLS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 REQUESTS_PER_SLOT = 2
@@ -41,12 +43,12 @@ def lines_of(path: Path) -> Iterator[Line]:
     """The requests of a file.  Raises DataError, with the line number, for an invalid one."""
     ids: set[str] = set()
     try:
-        with path.open("rb") as file:
-            for number, text in enumerate(file, 1):
+        with regular(path).open("rb") as file:
+            for number, text in numbered_lines(file):
                 if text.strip():
                     yield _line(text, f"{path}, line {number}", ids)
     except OSError as error:
-        raise DataError(f"can't read {path}: {error.strerror}; give a JSONL file") from None
+        raise DataError(f"can't read {path}: {error.strerror or error}; give a JSONL file") from None
 
 
 def _line(text: bytes, where: str, ids: set[str]) -> Line:
@@ -71,7 +73,7 @@ def answered(path: Path) -> set[str]:
     ids: set[str] = set()
     for number, line in whole_lines(path):
         try:
-            ids.add(json.loads(line)["custom_id"])
+            ids.add(parse_json(line)["custom_id"])
         except (ValueError, LookupError, TypeError):
             raise DataError(f"{path}, line {number}, is not an answer of a batch; name another file") from None
     return ids

@@ -38,6 +38,8 @@ BODIES: Mapping[Kind, type[TextRequest]] = {"completion": CompletionRequest, "ch
 SHORT, SMALL = 2_000, 32_000
 """Bodies of at most this many bytes have their prompts encoded, and are parsed, on the event loop: a thread would take
 longer."""
+AT_ONCE = 16
+"""Most outputs of steps that are formatted before other requests have their turn."""
 LATE = "the request took longer than its timeout; request fewer tokens, or a longer timeout"
 
 
@@ -152,11 +154,20 @@ class Service:
 
     async def whole(self, job: Job) -> dict[str, Any]:
         """The complete answer.  Raises Refusal."""
+        await self._until_over(job)
+        return job.answer.whole(job.choices, job.calls)
+
+    async def content(self, job: Job) -> bytes:
+        """The complete answer as JSON.  Raises Refusal."""
+        await self._until_over(job)
+        is_long, owner = job.answer.is_long(job.choices), job.calls[0].owner
+        return await self._read(is_long, owner, lambda: job.answer.content(job.choices, job.calls))
+
+    async def _until_over(self, job: Job) -> None:
         while not job.is_over and job.failure is None:
             await job.more()
         if job.failure is not None:
             raise job.failure
-        return job.answer.whole(job.choices, job.calls)
 
     async def events(self, job: Job) -> AsyncIterator[bytes]:
         """The answer as server-sent events.  Raises Refusal before the first event only; later, it is sent as an
@@ -170,14 +181,18 @@ class Service:
                     raise job.failure
                 yield error_event(job.failure)
                 return
-            chunks = b"".join(
-                [answer.chunk(job.choices[i], output, job.calls[i]) for i, output in answer.joined(outputs)]
-            )
-            if opening is not None:
-                yield opening + chunks
-                opening = None
-            elif chunks:
-                yield chunks
+            joined = answer.joined(outputs)
+            for begin in range(0, len(joined), AT_ONCE):  # a client that reads slowly gets many steps at once
+                chunks = b"".join(
+                    [answer.chunk(job.choices[i], output, job.calls[i]) for i, output in joined[begin:][:AT_ONCE]]
+                )
+                if opening is not None:
+                    yield opening + chunks
+                    opening = None
+                elif chunks:
+                    yield chunks
+                if len(joined) > AT_ONCE:
+                    await asyncio.sleep(0)
         yield answer.closing(job.calls)
 
     def cancel(self, job: Job) -> None:

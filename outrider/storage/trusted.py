@@ -4,12 +4,24 @@ import os
 import stat
 from pathlib import Path
 
+MOST_TEXT = 2**27
+"""Bytes of a file that is read as a whole; a file may claim any size without taking it up on the disk."""
 
-def regular(path: Path) -> Path:
-    """The path itself.  Raises OSError for a pipe or a device, which could be read forever, and for a missing file."""
-    if not stat.S_ISREG(path.stat().st_mode):
+
+def regular(path: Path, most_bytes: int | None = None) -> Path:
+    """The path itself.  Raises OSError for a pipe or a device, which could be read forever, for a missing file, and for
+    one that is larger than `most_bytes`."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(f"{path} is not a regular file")
+    if most_bytes is not None and status.st_size > most_bytes:
+        raise OSError(f"{path} has {status.st_size:,} bytes, the most are {most_bytes:,}")
     return path
+
+
+def whole_text(path: Path) -> str:
+    """The text of a file in UTF-8.  Raises OSError as `regular` does, and UnicodeDecodeError."""
+    return regular(path, MOST_TEXT).read_text(encoding="utf-8")
 
 
 def private_folder(folder: Path) -> Path:

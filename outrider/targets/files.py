@@ -5,8 +5,10 @@ Common problems: incomplete files, Git LFS pointers instead of weights, a LoRA a
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+from outrider.storage.json_text import parse_json
+from outrider.storage.trusted import regular
 
 POINTER = b"version https://git-lfs.github.com/spec/"
 ADAPTER = "adapter_config.json"
@@ -22,18 +24,18 @@ def problem_of(name: str) -> str | None:
         return None
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
         return _adapter(folder)
-    files = sorted(path for path in folder.iterdir() if path.suffix in READ and path.is_file())
+    files = sorted(path for path in folder.iterdir() if path.suffix in READ and not path.is_dir())
     return next((problem for path in files if (problem := file_problem(path)) is not None), None)
 
 
 def file_problem(path: Path) -> str | None:
     """What is wrong with one file, and what to do; None if nothing is."""
     try:
-        size = path.stat().st_size
+        size = regular(path).stat().st_size
         with path.open("rb") as file:
             start = file.read(len(POINTER))
     except OSError as error:
-        return f"{path} can't be read: {error.strerror}; copy it again"
+        return f"{path} can't be read: {error.strerror or error}; copy it again"
     if start == POINTER:
         return f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` there, or download it again"
     if not size and path.suffix != ".txt":
@@ -49,7 +51,7 @@ def _cut(path: Path, size: int) -> str | None:
             what = "cut off within its header" if count <= LONGEST_HEADER else "not a safetensors file"
             return f"{path} is {what}: it has {size:,} bytes; copy it again"
         try:
-            header = json.loads(file.read(count) if size >= 8 else b"")
+            header = parse_json(file.read(count) if size >= 8 else b"")
             ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
             end = 8 + count + max(map(int, ends), default=0)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
@@ -60,7 +62,7 @@ def _cut(path: Path, size: int) -> str | None:
 def base_of(adapter: Path) -> str:
     """The base model that an adapter's config names; empty if it names none."""
     try:
-        base = json.loads((adapter / ADAPTER).read_bytes()).get("base_model_name_or_path")
+        base = parse_json((adapter / ADAPTER).read_bytes()).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError, RecursionError):
         return ""
     return base if isinstance(base, str) else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from transformers.utils import cached_file
 
 from outrider.errors import first_line
 from outrider.kernels.quantized import QuantizedEmbedding, QuantizedLinear
+from outrider.storage.json_text import parse_json
 from outrider.storage.trusted import regular
 from outrider.targets import quantised
 from outrider.targets.gguf import load as gguf
@@ -133,7 +133,7 @@ def _stored_weights(path: str, revision: str | None) -> dict[str, Path]:
         local = Path(path)
         folder = local if local.is_dir() else Path(str(cached_file(path, "config.json", revision=revision))).parent
         if (index := folder / INDEX).exists():
-            return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+            return {name: folder / file for name, file in parse_json(index.read_text())["weight_map"].items()}
         with safe_open(regular(folder / WEIGHTS), "pt") as file:
             return dict.fromkeys(file.keys(), folder / WEIGHTS)
     except (OSError, SafetensorError, ValueError, KeyError):

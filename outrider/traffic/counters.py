@@ -177,7 +177,7 @@ class Counters:
 
     def age_s(self, at_s: float) -> float:
         """Seconds since the process started; 0 if unknown."""
-        return at_s - self.started if self.started else 0.0
+        return max(0.0, at_s - self.started) if self.started else 0.0
 
     def has_restarted(self, before: Counters) -> bool:
         """Whether the server restarted after `before`: another start time, or a count that fell."""

@@ -178,9 +178,10 @@ def watch_server(url: str, release: Release | None, every_s: float, for_s: float
 
     Raises DataError if the first reading fails; later failures are part of the view.
     """
-    watch = Watch(release, every_s)
+    watch, epoch_s = Watch(release, every_s), time.time() - time.monotonic()
+    now = lambda: epoch_s + time.monotonic()  # never jumps, unlike the machine's clock
     with httpx.Client(timeout=max(2.0, min(every_s, 10.0))) as client:
-        yield watch.add(time.time(), scrape(url, client))
+        yield watch.add(now(), scrape(url, client))
         began, readings = time.monotonic(), 0
         while True:
             readings += 1
@@ -191,8 +192,8 @@ def watch_server(url: str, release: Release | None, every_s: float, for_s: float
                 due = min(due, began + for_s)  # the last reading, or the only one if for_s < every_s
             time.sleep(max(0.0, due - time.monotonic()))
             try:
-                view = watch.add(time.time(), scrape(url, client))
+                view = watch.add(now(), scrape(url, client))
             except DataError as error:
-                view = watch.away(time.time(), str(error))
+                view = watch.away(now(), str(error))
             yield view
             readings = max(readings, int((time.monotonic() - began) / every_s))  # skips what a slow server delayed

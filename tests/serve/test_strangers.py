@@ -15,13 +15,17 @@ import pytest
 from tiny import SPECIALS
 
 from outrider.decoding.state import Request
+from outrider.sampling.logprobs import TokenLogprob
 from outrider.sampling.settings import Sampling
+from outrider.serve.bodies.answers import Answer
 from outrider.serve.bodies.parsing import MOST_PARTS, MOST_VALUES, read
 from outrider.serve.bodies.refusals import Refusal
-from outrider.serve.calls import Call, WaitingCalls
+from outrider.serve.bodies.request_models import CompletionRequest
+from outrider.serve.calls import Call, Output, WaitingCalls
 from outrider.serve.fair_executor import FairExecutor
 from outrider.serve.http import keys
 from outrider.serve.http.connections import HEAD_BYTES
+from outrider.serve.service import AT_ONCE, Job
 from outrider.targets.hf.transformers import TransformersTarget
 from serve.running import Running, running
 
@@ -219,6 +223,44 @@ def test_special_tokens_in_content_are_text_unless_asked_for(server: Running) ->
     assert max(ids({"prompt": spelled})) > 255 >= max(ids({"prompt": spelled, "parse_special": False}))
 
 
+# ── answers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_long_answer_is_not_formatted_on_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches log probabilities of many texts, which take longer to format than a step: all streams would stand
+    still."""
+    threads, whole = list[str](), Answer.whole
+
+    def watched(self: Answer, *given: Any) -> dict[str, Any]:
+        threads.append(threading.current_thread().name)
+        return whole(self, *given)
+
+    monkeypatch.setattr(Answer, "whole", watched)
+    for count, is_short in ((1, True), (16, False)):
+        body = {"prompt": "a", "n": count, "max_tokens": 50, "ignore_eos": True, "logprobs": 20}
+        answer = httpx.post(server.url + "/v1/completions", json=body, timeout=120)
+        assert answer.headers["content-type"] == "application/json"
+        assert [len(choice["logprobs"]["tokens"]) for choice in answer.json()["choices"]] == [50] * count
+        assert threads.pop().startswith("outrider-read") != is_short
+
+
+def test_steps_that_wait_for_a_slow_client_are_sent_a_few_at_a_time(server: Running) -> None:
+    """Catches a client that reads nothing until its text is done, and then has all of it formatted at once."""
+    body = CompletionRequest(prompt="a", logprobs=1, stream=True)
+    job = Job(body, {}, Answer(body, "tiny", server.service.texts, server.service.text_of))
+    call = job.call(Request([1], 1, Sampling()), "ann", None)
+    for number in range(100):
+        ending = "length" if number == 99 else None
+        call.receive(Output([5], "a", 0, (TokenLogprob(5, -1.0, ((5, -1.0),)),), ending))
+
+    async def sizes() -> list[int]:
+        return [chunk.count(b"data: {") async for chunk in server.service.events(job)]
+
+    found = asyncio.run(sizes())
+    assert sum(found) == 100
+    assert max(found) <= AT_ONCE
+
+
 # ── by turns ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -339,6 +381,8 @@ def test_a_server_without_keys_answers_under_its_own_names(
             assert status(("host", name)) == 403, name
         assert status(("host", f"127.0.0.1:{port}"), ("origin", "http://evil.example")) == 403
         assert status(("host", f"127.0.0.1:{port}"), ("origin", "http://6.6.6.6")) == 403
+        assert status(("host", f"127.0.0.1:{port}"), ("origin", "null")) == 403
+        assert status(("host", f"127.0.0.1:{port}"), ("host", "evil.example")) in (400, 403)
         assert status(("host", f"127.0.0.1:{port}"), ("origin", f"http://127.0.0.1:{port}")) == 200
         assert status(("host", "model.example"), ("origin", "http://localhost:3000")) == 200
         assert status(("host", socket.gethostname())) == 200

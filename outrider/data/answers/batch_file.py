@@ -1,7 +1,6 @@
 """The answers in a Batch's output file, looked up by `custom_id` without loading the file."""
 
 import hashlib
-import json
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,8 @@ import numpy as np
 
 from outrider.data.sources.messages import SKIP
 from outrider.errors import DataError
+from outrider.storage.json_text import numbered_lines, parse_json
+from outrider.storage.trusted import regular
 
 
 class BatchAnswers:
@@ -21,14 +22,14 @@ class BatchAnswers:
         keys, offsets = array("Q"), array("Q")
         offset = 0
         try:
-            self._file = self._path.open("rb")
-            for number, line in enumerate(self._file, 1):
+            self._file = regular(self._path).open("rb")
+            for number, line in numbered_lines(self._file):
                 if line.strip():
                     keys.append(_key(self._row(line, number)["custom_id"]))
                     offsets.append(offset)
                 offset += len(line)
         except OSError as error:
-            problem = f"a source's answers {path} can't be read: {error.strerror}"
+            problem = f"a source's answers {path} can't be read: {error.strerror or error}"
             raise DataError(f"{problem}; give the output file of the Batch") from None
         order = np.argsort(np.asarray(keys, np.uint64), kind="stable")
         self._keys = np.asarray(keys, np.uint64)[order]
@@ -48,11 +49,11 @@ class BatchAnswers:
 
     def _row(self, line: bytes, number: int) -> Mapping[str, Any]:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             if isinstance(row, Mapping) and isinstance(row["custom_id"], str):
                 return row
             problem = "it needs a custom_id that is a string"
-        except (ValueError, KeyError, RecursionError) as error:
+        except (ValueError, KeyError) as error:
             problem = str(error)
         raise DataError(f"{self._path}, line {number} is not the output of a Batch ({problem}); correct the file")
 

@@ -3,7 +3,6 @@
 A crash loses only unfinished answers, and no answer is written twice; an incomplete last line is cut off.
 """
 
-import json
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
@@ -40,6 +39,7 @@ from outrider.errors import DataError
 from outrider.generation import serve
 from outrider.processes import ALONE
 from outrider.storage.atomic import whole_lines
+from outrider.storage.json_text import parse_json
 from outrider.storage.lock import held
 from outrider.targets.protocol import Target
 from outrider.targets.text.prompts import refuse_unembedded
@@ -260,7 +260,7 @@ def answered(folder: Path, hashes: np.ndarray) -> int:
     try:
         with (folder / ANSWERS).open("rb") as file:
             lines = (line for line in file if line.endswith(b"\n"))
-            answered_hashes.extend(hash_number(json.loads(line).get("prompt_hash")) for line in lines)
+            answered_hashes.extend(hash_number(parse_json(line).get("prompt_hash")) for line in lines)
     except (FileNotFoundError, ValueError, AttributeError):  # `prepare` names the damaged line
         return 0
     return int(np.isin(hashes, np.array(answered_hashes, np.uint64)).sum())

@@ -16,7 +16,7 @@ from outrider.data.answers.store import check_tokens
 from outrider.data.config import Config
 from outrider.data.rendering import prompt_tokens
 from outrider.decoding.state import Request
-from outrider.errors import DataError
+from outrider.errors import DataError, masked
 from outrider.sampling.settings import Sampling
 from outrider.targets.protocol import Target
 from outrider.targets.remote.rows import settings_of
@@ -87,7 +87,7 @@ class Server:
 
     def __init__(self, url: str, config: Config, target: Target, tokenizer: Any, key: str | None):
         """Raises ConfigError for an invalid address."""
-        self.url, self._config, self._target, self._tokenizer = base_of(url), config, target, tokenizer
+        self.url, self._config, self._target, self._tokenizer = masked(base_of(url)), config, target, tokenizer
         self._client = AsyncClient(
             url, api_key=key, retries=RETRIES, timeouts=Timeouts(total_s=config.timeout_s),
             limits=Limits(concurrency=config.in_flight + 1, reset_s=FIRST_PAUSE_S),

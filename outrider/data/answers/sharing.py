@@ -7,12 +7,12 @@ Complete lines of a process that died are merged by the next run.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from outrider.data.answers.store import ANSWERS
 from outrider.storage.atomic import sync, whole_lines
+from outrider.storage.json_text import parse_json
 
 T = TypeVar("T")
 
@@ -53,6 +53,6 @@ def merge_parts(folder: Path) -> None:
 
 def _prompt_hash(line: bytes) -> str:
     try:
-        return str(json.loads(line)["prompt_hash"])
+        return str(parse_json(line)["prompt_hash"])
     except (ValueError, KeyError, TypeError):  # the reader of the merged file reports the damaged line
         return ""

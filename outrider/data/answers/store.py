@@ -28,6 +28,8 @@ from outrider.data.split import Openings, held_out
 from outrider.errors import DataError
 from outrider.nn.draft_model import binding
 from outrider.storage.atomic import replacing
+from outrider.storage.json_text import numbered_lines, parse_json
+from outrider.storage.trusted import regular
 from outrider.targets.protocol import Target
 
 ANSWERS, MANIFEST, NGRAM_HASHES = "answers.jsonl", "answers.json", "prompts.grams"
@@ -72,29 +74,28 @@ def read_answers(path: str | Path, vocabulary: int | None = None) -> list[Answer
 
 def _opened(path: Path) -> BinaryIO:
     try:
-        return path.open("rb")
+        return regular(path).open("rb")
     except OSError as error:
         raise DataError(f"no answers at {path} ({error.strerror}); run `outrider prepare` first") from None
 
 
 def _placed(file: BinaryIO, path: Path, vocabulary: int | None) -> Iterator[tuple[int, int, Answer]]:
     """Offset and size in bytes of each line, and its answer."""
-    begin = 0
-    for number, line in enumerate(file, 1):
-        try:
-            answer = _from_line(line.decode("utf-8"), vocabulary)
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path}, line {number} is not an answer ({error}); delete the line, or run `outrider prepare`, which "
-                "removes an incomplete last line"
-            ) from None
-        yield begin, len(line), answer
-        begin += len(line)
+    begin = number = 0
+    try:
+        for number, line in numbered_lines(file):  # noqa: B007
+            yield begin, len(line), _from_line(line, vocabulary)
+            begin += len(line)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path}, line {number} is not an answer ({error}); delete the line, or run `outrider prepare`, which "
+            "removes an incomplete last line"
+        ) from None
 
 
-def _from_line(line: str, vocabulary: int | None = None) -> Answer:
+def _from_line(line: bytes, vocabulary: int | None = None) -> Answer:
     """Raises ValueError for tokens that are not ids of this vocabulary, and for spans outside the text."""
-    row = json.loads(line)
+    row = parse_json(line)
     tokens, learn = row["tokens"], [(start, end) for start, end in row["learn"]]
     check_tokens(tokens, vocabulary)
     if not tokens:
@@ -154,7 +155,7 @@ class StoredAnswers(Sequence[Answer]):
         if isinstance(index, slice):
             return self.select(np.arange(len(self))[index])
         line = os.pread(self._file.fileno(), int(self.sizes[index]), int(self.begins[index]))
-        return compact(_from_line(line.decode("utf-8")))
+        return compact(_from_line(line))
 
     def select(self, chosen: np.ndarray) -> "StoredAnswers":
         """A subset: indices [m], or [n] bool."""
@@ -281,7 +282,7 @@ def checker(folder: Path, expected: dict[str, Any], stored: dict[str, Any]) -> C
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The target, template and settings in answers.json; empty if it is missing or damaged."""
     try:
-        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        content = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
         return {key: value for key, value in content.items() if key != "ngram_hashes"}
     except (FileNotFoundError, ValueError, AttributeError):
         return {}
@@ -306,7 +307,7 @@ def put_in_order(path: Path, position: Callable[[str], int | None]) -> None:
     begin = 0
     with path.open("rb") as file:
         for line in file:
-            at = position(json.loads(line)["prompt_hash"])
+            at = position(parse_json(line)["prompt_hash"])
             begins.append(begin)
             sizes.append(len(line))
             positions.append((1 << 62) if at is None else at)

@@ -30,7 +30,9 @@ from outrider.errors import DataError
 from outrider.nn import draft_model
 from outrider.nn.top_logprobs import TopLogprobs
 from outrider.storage.atomic import replacing
+from outrider.storage.json_text import parse_json
 from outrider.storage.lock import Claim
+from outrider.storage.trusted import whole_text
 from outrider.targets.protocol import Target
 
 MANIFEST = "cache.json"
@@ -101,7 +103,7 @@ def differences(expected: Binding, stored: Binding) -> list[str]:
 def bound(folder: Path) -> Binding | None:
     """The binding in a folder's cache.json; None if there is no such file.  Raises DataError if it is damaged."""
     try:
-        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        content = parse_json(whole_text(folder / MANIFEST))
         if content.pop("rotate", 0):  # an older cache
             raise ValueError("its taps are rotated, which is no longer supported")
         return Binding(**content | {"taps": tuple(content["taps"])})

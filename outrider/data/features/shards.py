@@ -36,6 +36,8 @@ from outrider.errors import DataError
 from outrider.nn.top_logprobs import TopLogprobs
 from outrider.sampling.text import common_prefix
 from outrider.storage.atomic import replacing
+from outrider.storage.json_text import parse_json
+from outrider.storage.trusted import regular
 
 FORMAT = 1
 HEADER = 1 << 24
@@ -221,8 +223,8 @@ def open_shard(path: Path) -> Shard:
     """
     advice = "delete it and run `outrider prepare` again, which rewrites it"
     try:
-        with safe_open(path, "pt") as file:
-            about = json.loads(file.metadata()["outrider"])
+        with safe_open(regular(path), "pt") as file:
+            about = parse_json(file.metadata()["outrider"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise DataError(f"{path} is missing; run `outrider prepare` again, which rewrites it") from None
@@ -240,7 +242,7 @@ def keys_in(file: BinaryIO, path: Path | str) -> list[int]:
     """The keys of a shard's texts; reads nothing else but the header.  Raises DataError if they can't be read."""
     try:
         size = int.from_bytes(file.read(8), "little")
-        start, end = json.loads(file.read(min(size, HEADER)))["keys"]["data_offsets"]
+        start, end = parse_json(file.read(min(size, HEADER)))["keys"]["data_offsets"]
         file.seek(8 + size + start)
         return list[int](np.frombuffer(file.read(end - start), np.int64).tolist())
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -3,7 +3,6 @@
 A source without hashes counts as unknown, not as clean.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from outrider.data.overlap.units import bare
 from outrider.drafters import find, kinds
 from outrider.errors import DataError
 from outrider.retrieval.corpus import corpora
+from outrider.storage.json_text import parse_json
 
 
 class TextSource(NamedTuple):
@@ -138,7 +138,7 @@ def _entries(folder: Path) -> Iterator[hash_files.HashFile | str]:
         yield "there is no such folder, so its texts are unknown"
     elif (folder / "outrider.json").exists():
         try:
-            entries = json.loads((folder / "outrider.json").read_text(encoding="utf-8"))["training"]["ngram_hashes"]
+            entries = parse_json((folder / "outrider.json").read_text(encoding="utf-8"))["training"]["ngram_hashes"]
         except (OSError, ValueError, KeyError, TypeError):
             entries = None
         for entry in entries if isinstance(entries, list) and entries else [None]:

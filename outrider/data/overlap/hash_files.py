@@ -23,6 +23,8 @@ from outrider.data.overlap.questions import COMMON, RULE, Lookup, Questions
 from outrider.data.overlap.units import units
 from outrider.errors import DataError
 from outrider.storage.atomic import replacing
+from outrider.storage.json_text import parse_json
+from outrider.storage.trusted import regular, whole_text
 
 FORMAT = 2
 """Version of the file and of the hashing rule."""
@@ -171,7 +173,7 @@ class Collector:
 
 def hash_of(path: Path) -> str:
     """Hash, 32 hex digits, of a file's content."""
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
@@ -185,7 +187,7 @@ class HashFile(NamedTuple):
 def named(folder: Path, manifest: str = "answers.json") -> HashFile | None:
     """The file of hashes that a folder's manifest names; None if it names none or its texts have changed since."""
     try:
-        facts = json.loads((folder / manifest).read_text(encoding="utf-8"))["ngram_hashes"]
+        facts = parse_json(whole_text(folder / manifest))["ngram_hashes"]
         made_of = facts.get("of")
         if made_of is not None and (folder / made_of["file"]).stat().st_size != made_of["size_bytes"]:
             return None

@@ -15,6 +15,7 @@ from outrider.data.sources.mixture import Selection
 from outrider.data.sources.readers import data_set, files_of
 from outrider.errors import DataError
 from outrider.storage.atomic import replacing
+from outrider.storage.json_text import parse_json
 
 NAME = "sources.json"
 COMMIT = re.compile(r"@([0-9a-f]{40})")
@@ -46,7 +47,7 @@ def write(folder: Path, selection: Selection) -> Path:
 def read(folder: Path) -> dict[str, Any] | None:
     """The content of a folder's `sources.json`; None if it can't be read."""
     try:
-        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        content = parse_json((folder / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None

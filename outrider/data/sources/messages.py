@@ -7,12 +7,12 @@ Batch files and the logs of proxies and `outrider serve`.  Unknown fields are re
 silently.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from outrider.errors import DataError
+from outrider.storage.json_text import parse_json
 from outrider.targets.text.parts import text_of
 
 Message = dict[str, Any]
@@ -203,8 +203,8 @@ def _tools(fields: Fields, name: str) -> tuple[Tool, ...]:
     """
     key, tools = fields.first("tools", "functions")
     if isinstance(tools, str):  # data sets with one type per column
-        with suppress(ValueError, RecursionError):
-            tools = json.loads(tools)
+        with suppress(ValueError):
+            tools = parse_json(tools)
     fields.used.add("tool_choice")
     if not tools or fields.row.get("tool_choice") == "none":
         return ()
@@ -260,8 +260,8 @@ def _weight(fields: Mapping[str, Any], role: str, name: str) -> dict[str, int]:
 def _calls(text: str, name: str) -> list[dict[str, Any]]:
     """Tool calls written as JSON: one, or a list."""
     try:
-        calls = json.loads(text)
-    except (ValueError, RecursionError):
+        calls = parse_json(text)
+    except ValueError:
         calls = None
     calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
@@ -303,7 +303,7 @@ def _request(row: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     request = row.get("request", row.get("body"))
     if isinstance(request, str):  # proxies that log the raw body
         with suppress(ValueError):
-            request = json.loads(request)
+            request = parse_json(request)
     if isinstance(request, Mapping):
         body: Any = request.get("body", request)
         return body if isinstance(body, Mapping) else None

@@ -24,6 +24,8 @@ from outrider.data.sources import tables
 from outrider.data.sources.questions import questions
 from outrider.errors import DataError
 from outrider.hub import missing_path
+from outrider.storage.json_text import parse_json
+from outrider.storage.trusted import regular
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -131,7 +133,7 @@ def instructions(split: str, seed: int, kinds: Collection[str] = ()) -> Iterator
     kinds: only these, if not empty.
     """
     lines = (resources.files("outrider.data") / "instructions.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [row for row in map(json.loads, lines) if row["split"] == split]
+    rows = [row for row in map(parse_json, lines) if row["split"] == split]
     random.Random(f"{split} {seed}").shuffle(rows)
     named = ({"id": f"instructions:{split}:{number}", **row} for number, row in enumerate(rows))
     return (row for row in named if not kinds or row["kind"] in kinds)
@@ -158,7 +160,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
     A byte order mark at the start is removed.
     """
     try:
-        with path.open("rb") as file:
+        with regular(path).open("rb") as file:
             number = 0
             while line := file.readline(ROW_BYTES + 1):
                 number += 1
@@ -203,8 +205,8 @@ def _prompt_line(path: Path, number: int, line: bytes) -> dict[str, str]:
 
 def _json_line(path: Path, number: int, line: bytes) -> Any:
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
+        return parse_json(line)
+    except ValueError as error:
         cut = "" if line.endswith(b"\n") else " (the line is cut off)"
         raise DataError(
             f"{path}, line {number} is not JSON{cut}: {error}; correct it, or skip such lines with --skip-bad"
@@ -224,7 +226,7 @@ def _json(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[Row]:
     if len(lines) == 2 and (lines[0] is None or _is_json(lines[0])):
         return _rows_by_line(path, skip_bad, skipped, _json_line)
     if len(lines) == 1 and lines[0] is not None and _is_json(lines[0]):
-        problem = f"{path} must have a list of rows, got {type(json.loads(lines[0])).__name__}"
+        problem = f"{path} must have a list of rows, got {type(parse_json(lines[0])).__name__}"
     else:
         problem = f"{path} is not JSON: neither a list of rows nor a row per line"
     raise DataError(f"{problem}; give a list, or FILE.jsonl with one row per line")
@@ -232,8 +234,8 @@ def _json(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[Row]:
 
 def _is_json(text: bytes) -> bool:
     try:
-        json.loads(text)
-    except (ValueError, RecursionError):
+        parse_json(text)
+    except ValueError:
         return False
     return True
 
@@ -266,7 +268,7 @@ class _Text:
         self._decode = codecs.getincrementaldecoder("utf-8-sig")().decode
         self._decoder = json.JSONDecoder()
         try:
-            self._file = path.open("rb")
+            self._file = regular(path).open("rb")
         except OSError as error:
             raise DataError(f"{path} can't be read: {error}") from None
 

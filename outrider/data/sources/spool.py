@@ -9,6 +9,7 @@ from pathlib import Path
 
 from outrider.data.answers.dialogue import HashedConversation
 from outrider.data.sources.conversations import Conversation
+from outrider.storage.json_text import parse_json
 
 
 class Spool:
@@ -34,5 +35,5 @@ class Spool:
         """All prompts from the start; only one iteration at a time."""
         self._file.seek(0)
         for line in self._file:
-            prompt_hash, name, messages, place, group, tools = json.loads(line)
+            prompt_hash, name, messages, place, group, tools = parse_json(line)
             yield HashedConversation(Conversation(name, messages, place, group, tuple(tools)), prompt_hash)

@@ -6,18 +6,21 @@ fields were never in the row and are removed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from outrider.errors import DataError
+from outrider.storage.json_text import parse_json
+from outrider.storage.trusted import regular
 from outrider.targets.text.parts import without_nulls
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
 """Files of save_to_disk: one in each data set, and one in a folder of several splits."""
 BATCH = 64
 """Number of rows in memory."""
+MOST = 1 << 24
+"""Bytes of a text, and entries of a list, in a Parquet file's metadata."""
 
 
 def rows_of(path: Path) -> Iterator[tuple[str, Any]]:
@@ -26,12 +29,14 @@ def rows_of(path: Path) -> Iterator[tuple[str, Any]]:
 
     number = 0
     try:
+        regular(path)
         for batch in _parquet(path) if path.suffix == ".parquet" else _arrow(path):
+            batch.validate(full=True)  # an invalid offset would end the process
             for start in range(0, batch.num_rows, BATCH):
                 for row in batch.slice(start, BATCH).to_pylist(maps_as_pydicts="strict"):
                     yield f"{path.name}[{number}]", without_nulls(row)
                     number += 1
-    except (OSError, KeyError, pyarrow.ArrowException) as error:
+    except (OSError, KeyError, MemoryError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise DataError(
             f"{path} can't be read after row {number}: {error}; copy the file again, or leave it out"
         ) from None
@@ -40,15 +45,15 @@ def rows_of(path: Path) -> Iterator[tuple[str, Any]]:
 def _parquet(path: Path) -> Iterator[Any]:
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path) as file:
-        yield from file.iter_batches(batch_size=BATCH)
+    with pyarrow.parquet.ParquetFile(path, thrift_string_size_limit=MOST, thrift_container_size_limit=MOST) as file:
+        yield from file.iter_batches(batch_size=BATCH, use_threads=False)  # a thread could not report a lack of memory
 
 
 def _arrow(path: Path) -> Iterator[Any]:
     """Record batches of Arrow's stream format, which `datasets` writes, or of its file format."""
     import pyarrow
 
-    with pyarrow.memory_map(str(path)) as file:
+    with pyarrow.OSFile(str(path)) as file:  # not memory-mapped: a truncated file would end the process
         try:
             reader = pyarrow.ipc.open_stream(file)
         except pyarrow.ArrowInvalid:
@@ -84,7 +89,7 @@ def saved_files(folder: Path, split: str) -> list[Path] | None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        content = parse_json(regular(path).read_bytes())
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} can't be read: {error}; copy the folder again") from None
     return content if isinstance(content, dict) else {}

@@ -28,7 +28,7 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from pydantic import NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from torch import Tensor, nn
 
 from outrider.config import Config as Base
@@ -79,7 +79,7 @@ KEEP = 0.95
 
 class Config(Base):
     kind: Literal["medusa"] = "medusa"
-    heads: PositiveInt = 5
+    heads: int = Field(5, ge=1, le=64)
     """Heads, each for one token further ahead: the depth of a draft in tokens."""
     layers: PositiveInt = 1
     """Residual blocks per head."""

@@ -57,7 +57,7 @@ class Config(RecurrentConfig):
     """Tokens drafted per step; levels of a tree."""
     native: bool | None = None
     """Use the modules shipped with the target; by default yes if it has any."""
-    modules: PositiveInt = 1
+    modules: int = Field(1, ge=1, le=64)
     """Number of modules; for native ones, the target's."""
     qk_norm: bool = False
     """Normalise queries and keys, as in Qwen3's layers but not in DeepSeek's."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import logging
 import math
 import re
@@ -23,6 +22,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from outrider.errors import DrafterError, first_line
+from outrider.storage.json_text import parse_json
+from outrider.storage.trusted import regular
 from outrider.targets.cache.attention_mask import AttentionLimit
 from outrider.targets.progress import no_bars
 from outrider.targets.protocol import Target
@@ -153,9 +154,9 @@ def modules_on_disk(model: Any) -> int:
         return 0
     names: list[str] = []
     if (index := _file(path, "model.safetensors.index.json")) is not None:
-        names = list(json.loads(Path(index).read_text())["weight_map"])
+        names = list(parse_json(Path(index).read_text())["weight_map"])
     elif (single := _file(path, "model.safetensors")) is not None:
-        with safe_open(single, framework="pt") as file:
+        with safe_open(regular(Path(single)), framework="pt") as file:
             names = list(file.keys())
     numbers = [int(match[1]) for name in names if (match := re.match(r"(?:model\.)?mtp\.layers\.(\d+)\.", name))]
     return 1 + max(numbers, default=-1)

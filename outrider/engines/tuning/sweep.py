@@ -29,6 +29,7 @@ from outrider.engines.engine import Draft, Wish, engine_of
 from outrider.engines.tuning.tune import Arm, Point
 from outrider.errors import ConfigError, DataError
 from outrider.storage.atomic import replacing
+from outrider.storage.json_text import parse_json
 from outrider.traffic.logs.traces import Trace
 from outrider.traffic.replay.plan import Plan
 from outrider.traffic.replay.run import replay
@@ -114,7 +115,7 @@ def _begun(folder: Path, about: dict[str, Any]) -> list[Point]:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]
     try:
-        header, *rows = (json.loads(line) for line in whole)
+        header, *rows = (parse_json(line) for line in whole)
         points = [Point(Arm(*row[:3]), *row[3:]) for row in rows]
     except (ValueError, TypeError) as error:
         raise DataError(f"{path} can't be read ({error}); name another --out, or delete it") from None

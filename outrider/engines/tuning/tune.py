@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 from outrider.errors import ConfigError, DataError
 from outrider.report.bootstrap import student
 from outrider.storage.atomic import replacing
+from outrider.storage.json_text import parse_json
+from outrider.storage.trusted import whole_text
 
 LARGEST = 1024
 """The highest load that tables are written for."""
@@ -305,7 +307,7 @@ def not_paying(ratio: float | None) -> str:
 def read_fixed(path: Path) -> tuple[Arm, float | None]:
     """The one setting for every load, and the best draft's relative speed, from a file of `outrider tune`."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(whole_text(path))
         fixed, ratio = content["fixed"], content["best_ratio"]
         arm = Arm(
             int(fixed["tokens"]), int(fixed["width"]), None if fixed["cutoff"] is None else float(fixed["cutoff"])
@@ -322,7 +324,7 @@ def read(path: Path) -> tuple[Range, ...]:
     Raises ConfigError if they were measured with a tree or a cut-off: engines' tables by load support neither.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(whole_text(path))
         ranges = tuple(Range(*(int(value) for value in row)) for row in content["ranges"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         content = f"{type(error).__name__}: {error}"

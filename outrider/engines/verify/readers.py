@@ -29,6 +29,8 @@ from torch import Tensor
 
 from outrider.errors import ExportError
 from outrider.nn.draft_model import DraftModel
+from outrider.storage.json_text import parse_json
+from outrider.storage.trusted import regular, whole_text
 
 BLOCKS = ("dflash", "dflash2", "dspark", "domino")
 KINDS = ("eagle3", "peagle", "medusa", *BLOCKS)
@@ -99,8 +101,8 @@ def of_folder(folder: str | Path, engine: str = "vllm") -> Draft:
     """A folder as `engine` reads it.  Raises ExportError if it can't be read, or its kind is unknown here."""
     folder = Path(folder)
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        weights = load_file(folder / "model.safetensors")
+        config = parse_json(whole_text(folder / "config.json"))
+        weights = load_file(regular(folder / "model.safetensors"))
         kind = kind_of(config)
         if kind == "medusa":
             return _medusa(config, weights)

@@ -27,6 +27,7 @@ from outrider.fast.packages import rewrite
 from outrider.fast.packages.package import written
 from outrider.kernels import prepacked
 from outrider.storage import cache
+from outrider.storage.trusted import private_folder
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,8 @@ def build_package(
     if not has_compiler():
         raise NotCompiled("no C++ compiler was found; install g++ for faster steps; without it steps stay plain")
     began = time.perf_counter()
+    # its default is a name in /tmp that another user could have made, with code to run in it
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(private_folder(cache.folder() / "inductor")))
     try:
         # inductor packs weights for oneDNN itself
         with (

@@ -19,6 +19,7 @@ from outrider.errors import ExportError
 from outrider.formats.gguf import file, reading
 from outrider.formats.gguf import tokenizer as gguf_tokenizer
 from outrider.formats.layout import Config
+from outrider.storage.json_text import parse_json
 from outrider.targets.gguf import rotary
 from outrider.targets.protocol import LayerSizes
 from outrider.targets.sizes import frequencies, layer_sizes
@@ -220,7 +221,7 @@ def _decimal(stored: float) -> float:
 
 def _scaling(config: Config, name: str) -> dict[str, Any] | None:
     if STRETCH in config:
-        return dict(json.loads(config[STRETCH]))
+        return dict(parse_json(config[STRETCH]))
     kind = config.get(f"{name}.rope.scaling.type", "none")
     has_factors = FACTORS in config[reading.SHAPES]
     if has_factors or kind not in ("none", "linear"):

@@ -5,6 +5,7 @@ Supported are the types that a target may have, and integers; the error for any 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider import machine
 from outrider.errors import ExportError
 from outrider.kernels.blocks import BLOCKS, PLAIN, dequantized, row_bytes
 from outrider.targets.gguf import reader
@@ -63,6 +65,8 @@ def read_tensors(path: Path, names: Collection[str] | None = None) -> dict[str, 
     """
     header = read_header(path)
     infos = {name: info for name, info in header.tensors.items() if names is None or name in names}
+    if why := machine.fits(sum(4 * math.prod(info.shape) for info in infos.values())):
+        raise ExportError(f"{path} can't be loaded: {why}; copy it again, or use a smaller draft")
     return {name: _tensor(path, name, info) for name, info in infos.items()}
 
 

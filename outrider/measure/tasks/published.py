@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from typing import Any, Literal, TypeVar, cast, overload
 
 from outrider.errors import DataError
 from outrider.measure.tasks.layouts import Prompt, Row
+from outrider.storage.json_text import numbered_lines, parse_json
+from outrider.storage.trusted import regular
 
 GITHUB = "https://raw.githubusercontent.com/{repository}/{revision}/{file}"
 GITHUB_NEWEST = "https://api.github.com/repos/{repository}/commits/{revision}"
@@ -80,8 +81,8 @@ def lines(paths: Sequence[Path]) -> Lazy[Row]:
     starts: list[tuple[Path, int, int]] = []
     for path in paths:
         start = 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+        with regular(path).open("rb") as file:
+            for number, line in numbered_lines(file):
                 if line.strip():
                     starts.append((path, number, start))
                 start += len(line)
@@ -102,8 +103,8 @@ def lines(paths: Sequence[Path]) -> Lazy[Row]:
 
 def _json(text: bytes, place: str, remedy: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # the latter for lists nested too deeply
+        return parse_json(text)
+    except ValueError as error:  # the latter for lists nested too deeply
         raise DataError(f"{place} is not JSON: {error}; {remedy}") from None
 
 
@@ -120,7 +121,7 @@ def of_paths(paths: Sequence[Path]) -> Sequence[Row]:
     if paths[0].suffix == ".json":
         rows = []
         for path in paths:
-            value = _json(path.read_bytes(), str(path), "name a file with one row per line .jsonl")
+            value = _json(regular(path).read_bytes(), str(path), "name a file with one row per line .jsonl")
             if not isinstance(value, list):
                 raise DataError(f"{path} must hold a list of rows, got {type(value).__name__}; download it again")
             rows += [mapping(row, f"{path}, row {number}") for number, row in enumerate(value, 1)]
@@ -128,8 +129,10 @@ def of_paths(paths: Sequence[Path]) -> Sequence[Row]:
     import pyarrow.parquet  # slow to import, and only needed here
 
     try:
-        return pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in paths]).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+        table = pyarrow.concat_tables([pyarrow.parquet.read_table(regular(path)) for path in paths])
+        table.validate(full=True)  # an invalid offset would end the process
+        return table.to_pylist()
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{paths[0]} can't be read as Parquet: {error}; download it again") from None
 
 
@@ -185,7 +188,7 @@ def _fetch(task: Task, commit: str) -> Sequence[Row]:
     repository = task.hub.removeprefix("github.com/")
     if repository != task.hub:
         address = GITHUB.format(repository=repository, revision=commit, file=task.files[0])
-        return [mapping(json.loads(line), address) for line in _read_url(address).splitlines() if line.strip()]
+        return [mapping(parse_json(line), address) for line in _read_url(address).splitlines() if line.strip()]
     # seconds to import, and only needed here
     import datasets
     from huggingface_hub import hf_hub_download

@@ -6,7 +6,6 @@ A required field that is missing from config.json is an error: the library's def
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers.utils import cached_file
 from outrider.errors import TargetError, first_line
 from outrider.hub import missing_path
 from outrider.plan.paper import weights as formats
+from outrider.storage.json_text import parse_json
 from outrider.targets import catalog
 from outrider.targets.gguf import load as gguf
 from outrider.targets.gguf.files import locate
@@ -111,7 +111,7 @@ def read(name: str) -> dict[str, Any]:
         if (problem := missing_path(path)) is not None:
             raise OSError(problem)
         config_path = cached_file(path, "config.json")
-        fields = json.loads(Path(config_path).read_text(encoding="utf-8")) if config_path else None
+        fields = parse_json(Path(config_path).read_text(encoding="utf-8")) if config_path else None
     except (OSError, ValueError) as error:
         raise unreadable(name, error) from None
     if not isinstance(fields, dict):

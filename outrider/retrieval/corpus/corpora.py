@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -14,6 +13,8 @@ from outrider.errors import ConfigError, DataError
 from outrider.retrieval.corpus.files import read_header, write_header
 from outrider.retrieval.corpus.suffix_array import Corpus
 from outrider.retrieval.proposal import SourceProposal
+from outrider.storage.json_text import parse_json
+from outrider.storage.trusted import whole_text
 
 HASHES = "texts.grams"
 
@@ -72,8 +73,11 @@ def size_of(path: Path) -> int:
 def sources(path: Path) -> list[tuple[str, int]]:
     """Names and sizes of the files that a corpus was built from."""
     read_header(path)
-    rows = [json.loads(line) for line in (path / "sources.jsonl").read_text().splitlines()]
-    return [(row["name"], row["size_bytes"]) for row in rows]
+    try:
+        lines = whole_text(path / "sources.jsonl").splitlines()
+        return [(str(row["name"]), int(row["size_bytes"])) for row in map(parse_json, lines)]
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise DataError(f"{path / 'sources.jsonl'} can't be read: {error}; build the corpus again") from None
 
 
 def keep_hashes(path: Path, save: Callable[[Path], Mapping[str, Any]]) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 from outrider.errors import DataError
 from outrider.storage.atomic import replacing
+from outrider.storage.json_text import parse_json
+from outrider.storage.trusted import regular
 
 FORMAT = 1
 BLOCK = 1 << 22
@@ -26,7 +28,7 @@ def read_header(folder: Path) -> dict[str, Any]:
     """corpus.json, checked against its seal.  Raises DataError if it is missing, damaged or of another format."""
     path = folder / "corpus.json"
     try:
-        header = json.loads(path.read_bytes())
+        header = parse_json(regular(path).read_bytes())
         seal = header.pop("seal")
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"there is no corpus in {folder}; `outrider corpus list` lists the corpora") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -12,6 +11,8 @@ from typing import NamedTuple, TextIO
 from pathspec import GitIgnoreSpec
 
 from outrider.errors import DataError
+from outrider.storage.json_text import parse_json
+from outrider.storage.trusted import regular
 
 PIECE = 1 << 18
 """Characters; longer texts are cut after a line into documents of at most about this length."""
@@ -118,13 +119,15 @@ def readable(files: Iterable[Path], skipped: list[Path] | None = None) -> list[P
                 ) from None
             skipped.append(file)
         except OSError as error:
-            raise DataError(f"can't read {file}: {error.strerror}; leave it out, or change its permissions") from None
+            raise DataError(
+                f"can't read {file}: {error.strerror or error}; leave it out, or change its permissions"
+            ) from None
     return readable_files
 
 
 def _check(file: Path) -> None:
     """Raises UnicodeError if a file is not text."""
-    with file.open(encoding="utf-8", newline="") as content:
+    with regular(file).open(encoding="utf-8", newline="") as content:
         for block in iter(lambda: content.read(1 << 20), ""):
             if "\0" in block:
                 raise UnicodeError("it contains zero bytes")
@@ -137,7 +140,7 @@ def texts(files: Iterable[Path]) -> Iterator[Document]:
     """
     for file in files:
         try:
-            with file.open(encoding="utf-8-sig", newline="") as lines:  # newline="" keeps newlines as they are
+            with regular(file).open(encoding="utf-8-sig", newline="") as lines:  # newline="" keeps newlines as they are
                 rows = _rows(file, lines) if file.suffix == ".jsonl" else iter([lines])
                 for row in rows:
                     for piece in _pieces(row):
@@ -151,7 +154,7 @@ def _rows(file: Path, lines: TextIO) -> Iterator[list[str]]:
         if not line.strip():
             continue
         try:
-            text = json.loads(line)["text"]
+            text = parse_json(line)["text"]
         except (ValueError, KeyError, TypeError):
             text = None
         if not isinstance(text, str):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,6 +15,7 @@ from outrider.engines import names
 from outrider.engines.engine import ENGINES
 from outrider.errors import ConfigError, DataError
 from outrider.report.schema import Report
+from outrider.storage.json_text import parse_json
 from outrider.training.progress.checkpoints import chosen
 
 State = Literal["done", "to do", "out of date", "failed"]
@@ -102,7 +102,7 @@ def written(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise Unfinished("to do", f"there is no {path}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         assert isinstance(content, dict)
     except (OSError, ValueError, AssertionError):
         raise Unfinished("out of date", f"{path} can't be read") from None

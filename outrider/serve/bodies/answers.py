@@ -26,6 +26,10 @@ REASONS: dict[Ending, str] = {"stop": "stop", "length": "length", "context": "le
 """OpenAI's finish reasons of finished texts."""
 DONE = b"data: [DONE]\n\n"
 
+LONG = 500
+"""Tokens with more than their text."""
+ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
 Name = Callable[[int], str]
 """A token's text."""
 
@@ -86,6 +90,15 @@ class Answer:
             joined = {name: [item for each in drafts for item in each[name]] for name in drafts[0]}
             answer["outrider"] = counts(choices, calls) | joined
         return answer
+
+    def is_long(self, choices: Sequence[Choice]) -> bool:
+        """Whether formatting the complete answer takes so long that it must not be done on an event loop."""
+        return not self._is_plain and sum(len(choice.tokens) for choice in choices) > LONG
+
+    def content(self, choices: Sequence[Choice], calls: Sequence[Call]) -> bytes:
+        """The complete answer as JSON.  A long one is encoded in pieces, so that other threads run in between."""
+        values = self.whole(choices, calls)
+        return "".join(ENCODER.iterencode(values) if self.is_long(choices) else ENCODER.encode(values)).encode()
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         fields: dict[str, Any] = {"index": choice.index}

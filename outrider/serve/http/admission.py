@@ -116,6 +116,7 @@ class Admission:
         sites = [text.partition("://")[2] for text in origins if text.startswith(("http://", "https://"))]
         foreign = [host for host in hosts if not (self._is_ours(_name_of(host)) or _is_address(_name_of(host)))]
         foreign += [site for site in sites if not (self._is_ours(_name_of(site)) or [site] == hosts)]
+        foreign += [origin for origin in origins if origin == "null"]  # a page that hides where it is from
         if foreign:
             self.telemetry.refused("unknown_host")
             raise Refusal(

@@ -170,8 +170,8 @@ class JobResponse(Response):
             if self.job.body.stream:
                 await self._stream(scope, receive, send)
             else:
-                body = await self.service.whole(self.job)
-                await JSONResponse(body, headers=self._job_headers)(scope, receive, send)
+                content = await self.service.content(self.job)
+                await Response(content, headers=self._job_headers, media_type="application/json")(scope, receive, send)
         finally:
             watch.cancel()
             self.service.finish(self.job)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from outrider.errors import DataError
+from outrider.storage.json_text import parse_json
 
 Part = Literal["train", "held_out"]
 FILES = 16
@@ -124,7 +125,7 @@ def read(path: Path) -> list[Text]:
 
 def _text(line: bytes) -> Text | None:
     try:
-        row: dict[str, Any] = json.loads(line)
+        row: dict[str, Any] = parse_json(line)
         return Text(**row | {"drafts": [(depth, accepted) for depth, accepted in row["drafts"]]})
     except (ValueError, TypeError, KeyError):
         return None

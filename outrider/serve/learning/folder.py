@@ -27,6 +27,7 @@ from outrider.errors import ConfigError, DataError
 from outrider.serve.learning.buffer import Buffer
 from outrider.serve.learning.config import Learning
 from outrider.storage.atomic import replacing
+from outrider.storage.json_text import parse_json
 
 SETTINGS, STATE, LOG, JOB_LOG, RESULT = "settings.json", "state.json", "log.jsonl", "job.log", "result.json"
 
@@ -148,7 +149,7 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
 def _rows(text: str) -> Iterator[dict[str, Any]]:
     for line in text.splitlines():
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             continue
         if isinstance(row, dict):

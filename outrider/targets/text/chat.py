@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from outrider.errors import DataError
+from outrider.storage.json_text import parse_json
 from outrider.targets.text.control import Encoded, chat_tokens, chat_with_answers
 from outrider.targets.text.parts import text_of, without_nulls
 
@@ -106,8 +107,8 @@ def _object(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
+        value = parse_json(arguments)
+    except ValueError:
         return arguments
     return value if isinstance(value, dict) else arguments
 

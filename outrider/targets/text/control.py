@@ -81,7 +81,7 @@ class Placeholders:
         """A value without control tokens in any of its texts, names of fields included."""
         if isinstance(value, str):
             pattern = self.controls.special if is_own else self.controls.all
-            return value if pattern is None else pattern.sub(self._put, value)
+            return value if pattern is None else pattern.sub(self._put, self.controls.undisguised(value, pattern))
         if isinstance(value, Mapping):
             return {self.plain(name, is_own): self.plain(one, is_own) for name, one in value.items()}
         return [self.plain(one, is_own) for one in value] if isinstance(value, list | tuple) else value
@@ -140,6 +140,12 @@ class Controls:
         """Ids of control tokens in the copy to those in the tokenizer, once there is a copy."""
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._copy: Tokenizer | None = None
+        self._normalizer = getattr(self._backend, "normalizer", None)
+
+    def undisguised(self, text: str, pattern: re.Pattern[str]) -> str:
+        """The text; normalised, if that spells other control tokens, such as <｜im_end｜> under NFKC."""
+        normalized = text if self._normalizer is None else self._normalizer.normalize_str(text)
+        return text if pattern.findall(normalized) == pattern.findall(text) else normalized
 
     @property
     def copy(self) -> Tokenizer:

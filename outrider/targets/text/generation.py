@@ -41,7 +41,7 @@ def ends_of(model: PreTrainedModel) -> frozenset[int]:
     """The ids at which `model.generate` ends a text: those of its current generation_config."""
     config = model.generation_config
     ends = getattr(model.config, "eos_token_id", None) if config is None else config.eos_token_id
-    return frozenset() if ends is None else frozenset(torch.as_tensor(ends).flatten().tolist())
+    return frozenset() if ends is None else frozenset(torch.as_tensor(ends, device="cpu").flatten().tolist())
 
 
 def greedy_sampling(

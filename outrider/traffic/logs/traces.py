@@ -26,6 +26,8 @@ import numpy as np
 
 from outrider.errors import ConfigError, DataError
 from outrider.storage.atomic import replacing
+from outrider.storage.json_text import numbered_lines, parse_json
+from outrider.storage.trusted import MOST_TEXT, regular
 from outrider.traffic.logs.calls import Call, RecordedFailure
 from outrider.traffic.logs.formats import FORMATS, UNREADABLE, Parse, format_of
 from outrider.traffic.logs.redaction import redacted
@@ -142,12 +144,15 @@ def _rows(
     if rows is not None:
         yield from ((offset, offset + 1, functools.partial(rows.__getitem__, offset)) for offset in range(len(rows)))
         return
-    with path.open("rb") as file:
-        offset = 0
-        for line, text in enumerate(file, 1):
-            if text.strip() and (columns is None or line > 1):
-                yield offset, line, functools.partial(_decoded, text, columns)
-            offset += len(text)
+    offset = 0
+    try:
+        with path.open("rb") as file:
+            for line, text in numbered_lines(file):
+                if text.strip() and (columns is None or line > 1):
+                    yield offset, line, functools.partial(_decoded, text, columns)
+                offset += len(text)
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error}; give a log of requests") from None
 
 
 def _decoded(text: bytes, columns: Sequence[str] | None) -> Any:
@@ -157,10 +162,10 @@ def _decoded(text: bytes, columns: Sequence[str] | None) -> Any:
             raise ValueError(f"{len(cells)} cells, but the first line names {len(columns)} columns")
         return dict(zip(columns, cells, strict=True))
     try:
-        row = json.loads(text)
+        row = parse_json(text)
     except UnicodeDecodeError:
         raise ValueError("not UTF-8") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"not JSON ({error})") from None
     if not isinstance(row, dict):
         raise ValueError(f"a JSON {type(row).__name__} instead of an object")
@@ -175,8 +180,8 @@ def _array_in(path: Path) -> list[Any] | None:
     if not start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         return None
     try:
-        rows = json.loads(path.read_text("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
+        rows = parse_json(regular(path, MOST_TEXT).read_text("utf-8-sig"))
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} is not JSON ({error}); give one array, or one object per line") from None
     return list(rows)
 

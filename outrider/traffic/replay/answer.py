@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from outrider.storage.json_text import parse_json
+
 PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 """A longer Retry-After counts as a refusal."""
@@ -108,7 +110,7 @@ class Answer:
         if event == "[DONE]":
             self.is_done = True
             return
-        chunk = json.loads(event)
+        chunk = parse_json(event)
         if not isinstance(chunk, dict):
             raise ValueError(f"an event that is a {type(chunk).__name__}")
         if (error := chunk.get("error")) is not None or chunk.get("object") == "error":
@@ -138,7 +140,7 @@ class Answer:
     def refuse(self, body: bytes) -> None:
         """Set the failure of an answer whose status is not 200, from its body."""
         try:
-            content = json.loads(body)
+            content = parse_json(body)
             error = content.get("error", content)
             message = error.get("message", error.get("detail")) if isinstance(error, dict) else error
         except (ValueError, AttributeError):
