@@ -22,6 +22,48 @@ def fault(name: str, *edits: tuple[str, str, str]) -> Fault:
 
 
 FAULTS = [
+    # what strangers bring
+    fault(
+        "a text spells a control token that only the tokenizer's normaliser writes",
+        (
+            "Controls.undisguised",
+            "return text if pattern.findall(normalized) == pattern.findall(text) else normalized",
+            "return text",
+        ),
+    ),
+    fault(
+        "log probabilities of many texts are formatted on the event loop",
+        ("Answer.is_long", "return not self._is_plain and sum(", "return self._is_plain and sum("),
+    ),
+    fault(
+        "one key's long texts have all slots, and others wait for the end of one",
+        ("WaitingCalls.next", "if running.get(owner, 0) < share", "if True"),
+    ),
+    fault(
+        "a client that reads slowly has all of its text formatted at once",
+        (
+            "Service.events",
+            "for begin in range(0, len(joined), AT_ONCE):",
+            "for begin in range(0, len(joined), 10**9):",
+        ),
+        ("Service.events", "for i, output in joined[begin:][:AT_ONCE]", "for i, output in joined[begin:]"),
+    ),
+    fault(
+        "a manifest of a few bytes describes a model that takes all memory",
+        ("is_larger", "return sizes[0] > 2 * sizes[1] + 2**20", "return False"),
+    ),
+    fault(
+        "a table of a report drives the terminal",
+        ("PlainConsole.render", "segment._replace(text=_escaped(segment.text))", "segment"),
+    ),
+    fault(
+        "an error that a program gets has the password of an address",
+        ("OutriderError.__init__", "masked(_cut(arg))", "_cut(arg)"),
+    ),
+    fault(
+        "JSON that is nested too deeply ends a reader with Python's own error",
+        ("parse_json", "except RecursionError:", "except ZeroDivisionError:"),
+    ),
     # gguf targets
     fault(
         "queries and keys of a llama's GGUF file stay in llama.cpp's order",
@@ -1245,7 +1287,7 @@ FAULTS = [
     ),
     fault(
         "one API key's long queue starves the requests of all other keys",
-        ("WaitingCalls.pop", "self._by_owner[owner] = calls", "self._by_owner = {owner: calls, **self._by_owner}"),
+        ("WaitingCalls.take", "[call.owner] = calls", " = {call.owner: calls, **self._by_owner}"),
     ),
     fault(
         "a deadline that passes while a request is running is ignored",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -88,6 +88,10 @@ class QueueFull(OutriderError):
         self.retry_after_s = retry_after_s
 
 
+RECENT_S = 1.0
+"""Seconds for which an owner without calls keeps its share of the slots."""
+
+
 class WaitingCalls:
     """Calls in the order of admission: round-robin by owner, first come, first served within an owner.
 
@@ -98,6 +102,8 @@ class WaitingCalls:
     def __init__(self, most: int):
         self.most = most
         self._by_owner: dict[str, deque[Call]] = {}
+        self._seen: dict[str, float] = {}
+        """When each recent owner last had a call, by `time.monotonic`."""
 
     def __len__(self) -> int:
         return sum(map(len, self._by_owner.values()))
@@ -115,17 +121,24 @@ class WaitingCalls:
         call.arrived = time.monotonic()
         self._by_owner.setdefault(call.owner, deque()).append(call)
 
-    def next(self) -> Call:
-        """The call that `pop` would return."""
-        return next(iter(self._by_owner.values()))[0]
+    def next(self, running: Mapping[str, int], slots: int) -> Call | None:
+        """The next owner's first call; None if none waits, or only of owners that have their share of the slots.
 
-    def pop(self) -> Call:
-        """The next owner's first call; the owner moves to the end of the round."""
-        owner = next(iter(self._by_owner))
-        calls = self._by_owner.pop(owner)
-        call = calls.popleft()
+        running: calls in slots, by owner.  Recent owners share equally: a text can take long, and an owner that had all
+        slots would make the others wait until one of its texts ends.
+        """
+        now = time.monotonic()
+        recent = {owner: seen for owner, seen in self._seen.items() if now - seen < RECENT_S}
+        self._seen = recent | dict.fromkeys([*running, *self._by_owner], now)
+        share = -(-slots // max(1, len(self._seen)))
+        return next((calls[0] for owner, calls in self._by_owner.items() if running.get(owner, 0) < share), None)
+
+    def take(self, call: Call) -> Call:
+        """Remove the first call of its owner, who moves to the end of the round."""
+        calls = self._by_owner.pop(call.owner)
+        calls.popleft()
         if calls:
-            self._by_owner[owner] = calls
+            self._by_owner[call.owner] = calls
         return call
 
     def remove(self, call: Call) -> bool:

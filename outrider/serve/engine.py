@@ -11,6 +11,7 @@ import functools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -248,8 +249,10 @@ class Engine:
                 is_last = True
             else:
                 is_last = False
-                while self._waiting and self.scheduler.fits(self._waiting.next().request):
-                    self._add(self._waiting.pop())
+                running = Counter(call.owner for call in self._serving.values())
+                while (call := self._waiting.next(running, self.slots)) and self.scheduler.fits(call.request):
+                    self._add(self._waiting.take(call))
+                    running[call.owner] += 1
         if is_last:
             self._end_all("the server is stopping")
             return False

@@ -223,7 +223,7 @@ def test_owners_take_turns():
             waiting.push(call)
     assert waiting.remove(calls["busy"][1])
     assert not waiting.remove(calls["busy"][1])
-    order = [waiting.pop() for _ in range(len(waiting))]
+    order = [waiting.take(waiting.next({}, 16)) for _ in range(len(waiting))]
     assert [call.owner for call in order] == ["busy", "calm", "rare", "busy", "calm", "busy"]
     assert [call for call in order if call.owner == "busy"] == [calls["busy"][n] for n in (0, 2, 3)]
 

@@ -21,7 +21,7 @@ from outrider.serve.bodies.answers import Answer
 from outrider.serve.bodies.parsing import MOST_PARTS, MOST_VALUES, read
 from outrider.serve.bodies.refusals import Refusal
 from outrider.serve.bodies.request_models import CompletionRequest
-from outrider.serve.calls import Call, Output, WaitingCalls
+from outrider.serve.calls import RECENT_S, Call, Output, WaitingCalls
 from outrider.serve.fair_executor import FairExecutor
 from outrider.serve.http import keys
 from outrider.serve.http.connections import HEAD_BYTES
@@ -318,7 +318,39 @@ def test_places_in_the_queue_are_shared_by_owners() -> None:
     assert [push("bob") for _ in range(4)] == [True] * 2 + [False] * 2
     assert not push("greedy")
     assert len(waiting) <= 8 * 3
-    assert [waiting.pop().owner for _ in range(6)] == ["greedy", "ann", "bob"] * 2
+    assert [waiting.take(waiting.next({}, 16)).owner for _ in range(6)] == ["greedy", "ann", "bob"] * 2
+
+
+def test_slots_are_shared_by_recent_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a key with long texts in all slots, so that others wait for the end of one, and slots that stay empty
+    though nobody else wants them."""
+    waiting, now = WaitingCalls(100), [0.0]
+    monkeypatch.setattr("outrider.serve.calls.time.monotonic", lambda: now[0])
+
+    def push(owner: str, count: int = 1) -> None:
+        for _ in range(count):
+            waiting.push(Call(Request([1], 1, Sampling()), lambda output: None, owner))
+
+    def admitted(running: dict[str, int]) -> list[str]:
+        owners = []
+        while call := waiting.next(running, 8):
+            owners.append(waiting.take(call).owner)
+            running[call.owner] = running.get(call.owner, 0) + 1
+        return owners
+
+    push("greedy", 20)
+    push("ann")
+    running: dict[str, int] = {}
+    assert sorted(admitted(running)) == ["ann"] + ["greedy"] * 4
+    now[0] = RECENT_S / 2
+    del running["ann"]
+    assert admitted(running) == []  # her share is kept
+    push("ann", 3)
+    assert admitted(running) == ["ann"] * 3
+    del running["ann"]
+    now[0] += RECENT_S
+    assert admitted(running) == ["greedy"] * 4
+    assert waiting.next(running | {"greedy": 7}, 8) is not None
 
 
 def test_a_deadline_runs_from_the_requests_arrival(server: Running) -> None:
