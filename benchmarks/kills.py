@@ -126,7 +126,7 @@ def made(place: Path) -> Path:
     place.mkdir(parents=True)
     make_folder(place / "tiny")
     write_run_file(
-        place / "kills.yaml", "tiny", target={"name": "tiny", "compile": False},
+        place / "kills.yaml", "tiny",
         prepare={"conversations": "prompts.jsonl", "count": 24, "length": 96, "max_new_tokens": 24, "slots": 3},
         train={
             "steps": STEPS, "batch": 2, "lr": 5e-3, "dtype": "float32", "log_every": 1, "save_every": 2, "keep": 2,
@@ -138,6 +138,8 @@ def made(place: Path) -> Path:
         },
         drafter=DRAFTER | {"anchors": 8},
     )  # fmt: skip
+    file = place / "kills.yaml"
+    file.write_text(file.read_text().replace("target: tiny", "target: {name: tiny, compile: false}"))
     for name, count in (("prompts", 24), ("held_out", 8)):
         rows = [{"id": f"{name}{n}", "prompt": f"{name} {n} " + "ab" * n} for n in range(count)]
         (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
