@@ -149,7 +149,8 @@ BAD = {
     "objects with a role": json.dumps({"t": 1, "body": {"messages": [{"role": ["user"], "content": "x"}]}}),
     "cannot convert float infinity": '{"t": 1, "body": {"prompt": "x"}, "expected_output_tokens": 1e400}',
     "too large": '{"t": 1' + "0" * 400 + ', "body": {"prompt": "x"}}',
-    "recursion": '{"t": 1, "body": ' + "[" * 100_000 + "]" * 100_000 + "}", "not UTF-8": '{"t": 1, "body": "\udcff"}',
+    "nested too deeply": '{"t": 1, "body": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "not UTF-8": '{"t": 1, "body": "\udcff"}',
 }  # fmt: skip
 
 
