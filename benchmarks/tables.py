@@ -137,7 +137,8 @@ def main() -> None:
     sections["engine_versions"] = engine_versions(results)
     for page in sorted((HERE / "pages").glob("*.md")):
         _put(page, sections)
-    _put(HERE / "RESULTS.md", {"glance": glance(results)})
+    _put(HERE / "RESULTS.md", {"compared": compared(results), "same_text": same_text(results["same_text"])})
+    _put(HERE.parent / "docs" / "decisions.md", {"glance": glance(results)})
     for name, drawing in charts(results).items():
         (HERE / "charts" / f"{name}.svg").write_text(drawing)
 
@@ -334,6 +335,43 @@ def _followed(rows: list[dict[str, Any]]) -> str:
     return "equal step by step" if best == 1 else f"{best:.1%} of steps equal" if best else "**refused**"
 
 
+def compared(results: dict[str, Any]) -> str:
+    """Every way on the real model by load, beside other engines: training, tokens/s, texts."""
+    lines, alone, served = [], results["real_model"], results["real_server"]
+    for row in alone["table"]:
+        if row["kind"] == "all":
+            texts = alone["texts"].get(row["way"])
+            same = f"{texts['equal']} of {texts['texts']}" if texts else "–"
+            lines.append([_engine(row["way"]), "one prompt at a time", f"{row['tokens_per_s']:.0f}", same])
+    for clients, load in (("1", "one client"), ("16", "16 clients")):
+        for way, rate in served["clients"][clients]["tokens_per_s"].items():
+            if not way.startswith("generate"):
+                lines.append([_engine(way), load, f"{rate:.0f}", "–"])
+    return f"{provenance(alone)} {provenance(served)}\n\n" + _table(
+        ["way", "training", "load", "tokens/s", "transformers' own texts"],
+        [[name, _training(name), *rest] for name, *rest in lines],
+    )
+
+
+def _engine(way: str) -> str:
+    return way if way.startswith("llama") else f"Outrider, {way.removeprefix('serve ')}"
+
+
+def _training(name: str) -> str:
+    return "15 minutes (`make demo`)" if "mix" in name else "none"
+
+
+def same_text(result: dict[str, Any]) -> str:
+    """Greedy texts by way and load that are transformers' own, token for token."""
+    load = lambda way: f"{result['slots']} clients" if way.startswith("server") else f"{result['slots']} slots"
+    heads = ["way", "load", "texts", "tokens", "equal", "faults"]
+    lines = [
+        [row["way"], load(row["way"]), str(row["texts"]), f"{row['tokens']:,}", str(row["equal"]), str(row["faults"])]
+        for row in result["rows"]
+    ]
+    return f"{provenance(result)}\n\n{_table(heads, lines)}"
+
+
 # ── all pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -380,7 +418,13 @@ def counted(results: dict[str, Any]) -> list[tuple[str, str, int, int]]:
 
 def _line(name: str, promise: str, wanted: str, found: str, holds: bool) -> list[str]:
     page = next(page for page in sorted((HERE / "pages").glob("*.md")) if f"<!-- {name} -->" in page.read_text())
-    return [f"[{name}](pages/{page.name})", promise or "all hold", wanted, found, "yes" if holds else "**no**"]
+    return [
+        f"[{name}](../benchmarks/pages/{page.name})",
+        promise or "all hold",
+        wanted,
+        found,
+        "yes" if holds else "**no**",
+    ]
 
 
 def _promise(one: dict[str, Any]) -> str:
