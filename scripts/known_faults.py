@@ -1588,4 +1588,17 @@ FAULTS = [
         "a library that another user wrote is run",
         ("executable", "if status.st_uid not in (os.getuid(), 0):", "if status.st_uid < 0:"),
     ),
+    # diagnosis
+    fault(
+        "two causes that hide each other are not found",
+        (
+            "_Search.alternatives",
+            "if best is None and total(self.measured(setup)) < POOR:",
+            "if best is None and total(self.measured(setup)) < 0:",
+        ),
+    ),
+    fault(
+        "a difference that costs nothing is blamed for what another one costs",
+        ("diagnose", "without = corrected.undone(change.field, setup)", "without = setup"),
+    ),
 ]

@@ -37,6 +37,7 @@ VERBS = {
         "watch": ("watch", "Warn if acceptance leaves the release's interval"),
     },
     "Checks": {
+        "diagnose": ("diagnose", "Find out why a drafter accepts less than it could"),
         "parity": ("parity", "Check that a drafter does not change the output"),
         "lm-eval": ("parity", "Check that it does not change benchmark scores"),
         "verify-export": ("verify", "Compare acceptance in an engine and in Outrider"),

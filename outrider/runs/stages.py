@@ -19,6 +19,8 @@ from outrider.data.overlap.hash_files import named
 from outrider.data.sources import manifest
 from outrider.data.sources.choosing import NOT_CHOSEN
 from outrider.data.sources.conversations import Skipped
+from outrider.diagnosis import run as diagnosis
+from outrider.diagnosis.conditions import KEY as CONDITIONS
 from outrider.drafters import trained, trains_target
 from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.generation import generate
@@ -282,6 +284,7 @@ def train(
         model.save_target(evaluation.target_folder(settings))
     metrics = metrics_of(place)
     _settle(place, model, metrics)
+    _record(place, settings, target, learnt, held_out)
     probed = next((row["probe_tokens_per_step"] for row in reversed(metrics) if "probe_tokens_per_step" in row), None)
     logged = next((tuple(row["acceptance"]) for row in reversed(metrics) if row.get("acceptance")), ())
     reporter.finished(events.Trained(place, training_of(manifest_of(place), metrics), logged, probed))
@@ -300,6 +303,16 @@ def _settle(place: Path, model: Any, metrics: Sequence[Mapping[str, Any]]) -> No
     facts = next(measured, None)
     if facts is not None and "held_out" not in manifest and (weights := model.settled(facts)):
         amend(place, weights, {"held_out": facts})
+
+
+def _record(
+    place: Path, settings: RunConfig, target: RunTarget, learnt: Sequence[Answer], held_out: Sequence[Answer]
+) -> None:  # fmt: skip
+    """Write what a drafter was trained with, and its acceptance on held-out answers, for `outrider diagnose`."""
+    if isinstance(target, ServedTarget) or trains_target(settings.drafter["kind"]):
+        return
+    conditions = diagnosis.record(settings.prepare, load_model(place, target), target, learnt, held_out)
+    amend(place, {}, {"training": manifest_of(place)["training"] | {CONDITIONS: conditions.as_json()}})
 
 
 def _fill_features(
