@@ -1601,4 +1601,8 @@ FAULTS = [
         "a difference that costs nothing is blamed for what another one costs",
         ("diagnose", "without = corrected.undone(change.field, setup)", "without = setup"),
     ),
+    fault(
+        "prompts of a fine-tuning are both trained on and measured on",
+        ("_split", "if number % EVERY]", "if number]"),
+    ),
 ]

@@ -4,6 +4,7 @@ import itertools
 import math
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ import yaml
 from outrider import config as configs
 from outrider import machine
 from outrider.cli.console import say
+from outrider.cli.init_from import fine_tuning
 from outrider.config import to_yaml
 from outrider.data.answers.dialogue import Dialogue, hash_conversations
 from outrider.data.config import BUILT_IN
@@ -99,12 +101,26 @@ def init(
         float | None,
         typer.Option(help="Size the run to take this long, by measured rates."),
     ] = None,
+    start: Annotated[
+        str | None, typer.Option("--from", metavar="DRAFTER", help="Trained drafter to fine-tune on the prompts.")
+    ] = None,
+    old: Annotated[
+        str | None, typer.Option(help="With --from: prompts like those of its training, so that it forgets less.")
+    ] = None,
 ) -> None:
     """Create a run file from options; missing ones are asked for.  Existing files are never overwritten.
 
-    With --minutes, the target is loaded, steps are timed, and the run is sized to fit.
+    With --minutes, the target is loaded, steps are timed, and the run is sized to fit.  With --from, a trained drafter
+    is fine-tuned on --data, such as a log of requests, and measured before and after.
     """
     began = time.monotonic()
+    if start is not None:
+        _fine_tuned(
+            file or Path("tuned.yaml"), start, target, data, old, {"kind": kind, "tasks": tasks, "minutes": minutes}
+        )
+        return
+    if old is not None:
+        raise ConfigError("--old is for the fine-tuning of a trained drafter; name it with --from, or leave --old out")
     if minutes is not None and not 0 < minutes < math.inf:
         raise ConfigError(f"--minutes is {minutes:g}; give the time limit of the whole run in minutes, such as 15")
     target = target or _ask("target", "Target (folder, Hugging Face id, smollm2 or demo)", "demo")
@@ -136,6 +152,24 @@ def init(
     else:
         raise ConfigError(f"--minutes plans a training, and drafter {kind!r} has nothing to train; leave it out")
     _write(place, text)
+    say(f"{place} is written; next: outrider run {place} --dry-run, then outrider run {place}")
+
+
+def _fine_tuned(
+    place: Path, drafter: str, target: str | None, data: str | None, old: str | None, others: Mapping[str, object]
+) -> None:  # fmt: skip
+    """Write the run file of a fine-tuning, and its prompts.  others: options that do not apply."""
+    if unused := [name for name, value in others.items() if value is not None]:
+        raise ConfigError(f"--{unused[0]} has no effect with --from, which decides it; leave it out")
+    if place.exists():
+        raise ConfigError(f"{place} exists already; name another file, or edit that one")
+    text, prompts = fine_tuning(
+        place, drafter, target, data or _ask("data", "Prompts (log of requests, file)", ""), old
+    )
+    _write(place, text)
+    for path, lines in prompts.items():
+        path.write_text(lines, encoding="utf-8")
+        say(f"{path} is written, {lines.count(chr(10))} prompts")
     say(f"{place} is written; next: outrider run {place} --dry-run, then outrider run {place}")
 
 

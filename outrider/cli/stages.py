@@ -259,6 +259,9 @@ def _say_evaluated(evaluated: events.Evaluated, took: str) -> None:
     report, folder = evaluated.report, evaluated.folder
     console.out.print(tables.SummaryTable(report))
     say(f"          {summary.headline(report)}")
+    if evaluated.before is not None:
+        for line in summary.before_and_after(report, evaluated.before):
+            say(f"tuned     {line}")
     tried = sum({row.task: row.prompts for row in report.rows}.values()) + len(report.left_out)
     left_out = (
         f", {len(report.left_out)} of {tried} left out {summary.left_out_because(report)}" if report.left_out else ""

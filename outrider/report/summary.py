@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from outrider.report.bootstrap import MIN_PROMPTS, ratio_of_rates
 from outrider.report.parts import PositionRange, Range
 from outrider.report.schema import Report, Row
 from outrider.targets.text.cuts import sentence
@@ -59,6 +60,32 @@ def by_position(report: Report) -> list[str]:
 def long_rows(report: Report) -> list[Row]:
     """Rows whose texts span several ranges of positions."""
     return [row for row in report.rows if len(row.by_position) > 1]
+
+
+def before_and_after(report: Report, before: str) -> list[str]:
+    """What the last drafter changed against the one it was fine-tuned from, a line for each task and temperature."""
+    after = report.rows[-1].drafter
+    rows = {(row.drafter, row.task, row.temperature): row for row in report.rows}
+    lines = []
+    for (drafter, task, temperature), row in rows.items():
+        base = rows.get((before, task, temperature))
+        if drafter != after or base is None:
+            continue
+        earlier = {each.id: each for each in base.per_prompt}
+        pairs = [
+            (each.tokens, each.steps, earlier[each.id].tokens, earlier[each.id].steps)
+            for each in row.per_prompt
+            if each.id in earlier and each.steps and earlier[each.id].steps
+        ]
+        if len(pairs) < MIN_PROMPTS:
+            continue
+        center, low, high = (100 * (value - 1) for value in ratio_of_rates(pairs))
+        now, then = row.tokens_per_step, base.tokens_per_step
+        lines.append(
+            f"{task} · T {temperature:g}: {say(now)} tokens per step, {say(then)} before: "
+            f"{center:+.0f} % ({low:+.0f} to {high:+.0f})"
+        )
+    return lines
 
 
 def range_name(part: PositionRange) -> str:

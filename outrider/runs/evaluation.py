@@ -72,6 +72,14 @@ class Evaluation:
     checkpoint: Path | None = None
     """Checkpoint whose manifest gets the results."""
     usual_minutes: float | None = None
+    fine_tuned: str | None = None
+    """The trained drafter that the run's own was trained from."""
+
+    def before(self, loaded: Loaded) -> str | None:
+        """The label of `fine_tuned`, if it is measured too."""
+        if self.fine_tuned is None or self.fine_tuned not in self.drafters[:-1]:
+            return None
+        return list(loaded.drafters)[self.drafters.index(self.fine_tuned)]
 
 
 def of_run(settings: RunConfig) -> Evaluation:
@@ -86,6 +94,7 @@ def of_run(settings: RunConfig) -> Evaluation:
     return Evaluation(
         settings.name, target, (*config.baselines, drafter),
         config, settings.folder, settings.model_dump(mode="json"), checkpoint, settings.usual_minutes.get("evaluate"),
+        None if checkpoint is None else settings.drafter.get("from"),
     )  # fmt: skip
 
 
@@ -196,7 +205,7 @@ def measure(
         save(report, folder)
     if evaluation.checkpoint is not None:
         amend(evaluation.checkpoint, {}, {"report": report.brief(loaded.own)})
-    reporter.finished(events.Evaluated(folder, report))
+    reporter.finished(events.Evaluated(folder, report, evaluation.before(loaded)))
     return report
 
 

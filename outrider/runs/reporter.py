@@ -149,6 +149,8 @@ class Calibrated:
 class Evaluated:
     folder: Path
     report: Report
+    before: str | None = None
+    """Name in the report of the drafter that the run's own was fine-tuned from; None for a new one."""
 
 
 Result = Prepared | Stored | Trained | Calibrated | Evaluated

@@ -92,3 +92,27 @@ def test_a_budget_that_is_none_is_refused(more: tuple[str, ...], said: str, fold
     assert outrider_with("init", "planned.yaml", *words) == 2
     assert said in " ".join(capsys.readouterr().err.split())
     assert not Path("planned.yaml").exists()
+
+
+def test_a_fine_tuning_measures_on_other_prompts_than_it_trains_on(folder, tmp_path, capsys):
+    """Catches requests of one conversation on both sides, and a drafter that is not measured before its training."""
+    rows = [{"messages": [{"role": "user", "content": f"question {i % 40}"}]} for i in range(80)]
+    Path("log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    manifest = {"version": 1, "kind": "dspark", "config": {}, "target": {"name": str(folder)}, "taps": []}
+    (drafter / "outrider.json").write_text(json.dumps(manifest))
+    assert outrider_with("init", "tuned.yaml", "--from", str(drafter), "--data", "log.jsonl", "--kind", "dspark") == 2
+    assert outrider_with("init", "tuned.yaml", "--from", str(drafter), "--data", "log.jsonl") == 0
+    run, _ = load("tuned.yaml")
+    assert run.drafter["from"] == str(drafter) and run.evaluate.baselines == (str(drafter),)
+    train, test = (
+        {
+            json.loads(line)["messages"][0]["content"]
+            for line in Path(f"tuned.new.{part}.jsonl").read_text().splitlines()
+        }
+        for part in ("train", "test")
+    )
+    assert (len(train), len(test)) == (32, 8) and not train & test
+    assert run.evaluate.tasks[0] == "tuned.new.test.jsonl" and run.prepare.sources[0].path == "tuned.new.train.jsonl"
+    assert outrider_with("init", "new.yaml", "--target", str(folder), "--kind", "dspark", "--old", "log.jsonl") == 2
