@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -30,6 +31,23 @@ class Registry:
         self.what = what
         self.packages = packages
         self.group = group
+        self._files: dict[str, str] = {}
+
+    def add_file(self, path: Path) -> str:
+        """Make the module of a file known in this process; returns its name.
+
+        Raises ConfigError for a missing file, and for a name that another module has.
+        """
+        name, path = path.stem, path.expanduser().resolve()
+        if not path.is_file():
+            raise ConfigError(f"no such file: {path}; name the Python file of a {self.what}")
+        if str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))
+            importlib.invalidate_caches()
+        if name in self.own() or not name.isidentifier() or (_file(name) or path).resolve() != path:
+            raise ConfigError(f"{path} has the name of another module, {name}; rename it, and its kind")
+        self._files[name] = name
+        return name
 
     def own(self) -> dict[str, str]:
         """Modules that ship with Outrider, by name."""
@@ -41,7 +59,7 @@ class Registry:
 
     def all(self) -> dict[str, str]:
         """All modules, including those of other distributions."""
-        return {point.name: point.value for point in entry_points(group=self.group)} | self.own()
+        return {point.name: point.value for point in entry_points(group=self.group)} | self._files | self.own()
 
     def find(self, name: str) -> ModuleType:
         """The module of this name.  Raises ConfigError for an unknown one, with the nearest, and for one that can't be

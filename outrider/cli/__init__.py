@@ -42,6 +42,7 @@ VERBS = {
         "lm-eval": ("parity", "Check that it does not change benchmark scores"),
         "verify-export": ("verify", "Compare acceptance in an engine and in Outrider"),
         "report": ("report", "Render a report, or compare reports"),
+        "compare": ("compare", "Compare methods, such as your own, at equal minutes"),
         "gate": ("gate", "Decide whether a drafter may replace the current one"),
     },
     "Drafters and data": {

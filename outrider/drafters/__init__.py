@@ -44,6 +44,14 @@ def own() -> list[str]:
     return list(REGISTRY.own())
 
 
+def add_file(path: str | Path) -> str:
+    """Make the drafter of a Python file known in this process; returns its kind, the name of the file.
+
+    Raises ConfigError for a missing file, and for a name that another module has.
+    """
+    return REGISTRY.add_file(Path(path))
+
+
 def find(kind: str) -> ModuleType:
     """The module of a drafter.  Raises ConfigError for an unknown kind, with the nearest name, and for an incomplete
     module."""
