@@ -100,7 +100,13 @@ def test_a_fine_tuning_measures_on_other_prompts_than_it_trains_on(folder, tmp_p
     Path("log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     drafter = tmp_path / "drafter"
     drafter.mkdir()
-    manifest = {"version": 1, "kind": "dspark", "config": {}, "target": {"name": str(folder)}, "taps": []}
+    manifest = {
+        "version": 1,
+        "kind": "dspark",
+        "config": {"mask_token": 5},
+        "target": {"name": str(folder)},
+        "taps": [],
+    }
     (drafter / "outrider.json").write_text(json.dumps(manifest))
     assert outrider_with("init", "tuned.yaml", "--from", str(drafter), "--data", "log.jsonl", "--kind", "dspark") == 2
     assert outrider_with("init", "tuned.yaml", "--from", str(drafter), "--data", "log.jsonl") == 0
