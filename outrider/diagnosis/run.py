@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 from outrider.traffic.logs.categories import category_of
 
+log = logging.getLogger(__name__)
 MOST_NEW = 96
 """Tokens of each answer, also of the held-out answers that give the promise."""
 PROMPTS = 24
@@ -129,18 +131,22 @@ def record(
 ) -> Conditions:  # fmt: skip
     """The conditions of a training, with the trained model's steps on held-out answers."""
     before = conditions_of(prepare, target, target.tokenizer, learnt)
-    whole = with_settings(model.eval(), everywhere(model), "the drafter")
     texts = [
         Text(list(answer.tokens[: start + MOST_NEW]), [(start, min(end, start + MOST_NEW))])
         for answer in held_out
         for start, end in answer.learn[:1]
         if end - start > 1
     ]
-    states = [(states_of(target, text, whole.taps), text) for text in texts]
-    promises = {
-        f"{temperature:g}": [
-            tuple(round(x, 2) for x in steps_of(whole, each, text, temperature)) for each, text in states
-        ]
-        for temperature in sorted({0.0, before.sampling})
-    }
+    temperatures = sorted({0.0, before.sampling})
+    promises: dict[str, list[Any]] = {f"{temperature:g}": [] for temperature in temperatures}
+    try:
+        whole = with_settings(model.eval(), everywhere(model), "the drafter")
+        for text in texts:  # one by one, since the states of all may not fit into memory
+            states = states_of(target, text, whole.taps)
+            for temperature in temperatures:
+                steps = steps_of(whole, states, text, temperature)
+                promises[f"{temperature:g}"].append([round(value, 2) for value in steps])
+    except Exception as error:  # a method may have rows of another kind, and its training must not be lost
+        log.info("no steps on held-out answers are recorded: %s", error)
+        promises = {}
     return Conditions(**(before.as_json() | {"held_out": promises}))

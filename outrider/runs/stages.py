@@ -309,7 +309,7 @@ def _record(
     place: Path, settings: RunConfig, target: RunTarget, learnt: Sequence[Answer], held_out: Sequence[Answer]
 ) -> None:  # fmt: skip
     """Write what a drafter was trained with, and its acceptance on held-out answers, for `outrider diagnose`."""
-    if isinstance(target, ServedTarget) or trains_target(settings.drafter["kind"]):
+    if isinstance(target, ServedTarget) or target.tokenizer is None or trains_target(settings.drafter["kind"]):
         return
     conditions = diagnosis.record(settings.prepare, load_model(place, target), target, learnt, held_out)
     amend(place, {}, {"training": manifest_of(place)["training"] | {CONDITIONS: conditions.as_json()}})
