@@ -57,7 +57,7 @@ def load_drafter(
     quantize: str | None = None, heads: int | None = None, kv_heads: int | None = None, head_dim: int | None = None,
     intermediate: int | None = None, rms_norm_eps: float | None = None, rope_theta: float | None = None,
     rope_scaling: Mapping[str, Any] | None = None, partial_rotary_factor: float | None = None, block: int = 32,
-    pretrained: str | None = None, layers: int = 5, init_from_layers: Sequence[int] | None = None, anchors: int = 512,
+    layers: int = 5, init_from_layers: Sequence[int] | None = None, anchors: int = 512,
     mask_token: int | Literal['learnt'] | None = None, refine: float = 0.5, alpha: float = 1.02,
 ) -> Drafter: ...
 
@@ -141,7 +141,7 @@ def load_drafter(
 def load_drafter(
     kind_or_path: Literal["graft"], target: Target, *, device: str | torch.device | None = None,
     quantize: str | None = None, base: str | Mapping[str, Any] = ..., retriever: str | Mapping[str, Any] = ...,
-    risk: float = 0.02, nodes: int | None = None, under: Literal['both', 'anchor'] = 'both',
+    risk: float = 0.02, nodes: int | None = None,
 ) -> Drafter: ...
 
 @overload
@@ -161,8 +161,8 @@ def load_drafter(
 def load_drafter(
     kind_or_path: Literal["layer_skip"], target: Target, *, device: str | torch.device | None = None,
     quantize: str | None = None, file: str | None = None, skip_attention: Sequence[int] | None = None,
-    skip_mlp: Sequence[int] | None = None, exit_layer: int | None = None, length: int | None = None,
-    min_confidence: float | None = None, search: int = 0,
+    skip_mlp: Sequence[int] | None = None, length: int | None = None, min_confidence: float | None = None,
+    search: int = 0,
 ) -> Drafter: ...
 
 @overload
@@ -177,7 +177,7 @@ def load_drafter(
 def load_drafter(
     kind_or_path: Literal["mix"], target: Target, *, device: str | torch.device | None = None,
     quantize: str | None = None, members: Sequence[str | Mapping[str, Any]] = ({'kind': 'ngram'}, {'kind': 'recycle'}),
-    share: Literal['bandit', 'request'] = 'bandit', nodes: int = 16, explore: float = 0.1,
+    share: Literal['bandit', 'request'] = 'bandit', nodes: int = 16,
 ) -> Drafter: ...
 
 @overload
@@ -252,9 +252,8 @@ def load_drafter(
     quantize: str | None = None, heads: int | None = None, kv_heads: int | None = None, head_dim: int | None = None,
     intermediate: int | None = None, rms_norm_eps: float | None = None, rope_theta: float | None = None,
     rope_scaling: Mapping[str, Any] | None = None, partial_rotary_factor: float | None = None, slots: int = 4,
-    blocks: int = 2, choose_blocks: bool = False, nodes: int = 60, layers: int = 2, taps: Sequence[int] | None = None,
-    vocabulary: int | None = None, init_from_layers: Sequence[int] | None = None, anchors: int = 512,
-    decay: float = 0.8,
+    blocks: int = 2, nodes: int = 60, layers: int = 2, taps: Sequence[int] | None = None, vocabulary: int | None = None,
+    init_from_layers: Sequence[int] | None = None, anchors: int = 512, decay: float = 0.8,
 ) -> Drafter: ...
 
 @overload

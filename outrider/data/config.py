@@ -130,7 +130,7 @@ class Config(Base):
     """Where training gets the target's states: passes during training, files that `outrider prepare` writes, or files
     written by a vLLM server; see docs/features.md."""
     feature_folder: str | None = None
-    """Folder of these files, or an fsspec URL, which is only read.  `features` in the answers' folder unless given."""
+    """Folder of these files; `features` in the answers' folder unless given."""
     feature_server: str | None = None
     """URL of the vLLM server that computes states, for `features: engine`."""
     feature_encoding: Literal["bf16", "int8", "int4"] = "int8"
@@ -141,6 +141,15 @@ class Config(Base):
     """Number of tokens per file of states."""
     recheck_every: NonNegativeInt = 256
     """The stored states of every 256th text (by default) are compared with a pass of the target; 0 compares none."""
+
+    @field_validator("feature_folder")
+    @classmethod
+    def _is_local(cls, folder: str | None) -> str | None:
+        if folder is not None and "://" in folder:
+            raise ValueError(
+                "a bucket must be mounted first, such as with rclone mount; give the folder it is mounted at"
+            )
+        return folder
 
     @field_validator("held_out", mode="before")
     @classmethod

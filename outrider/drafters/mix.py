@@ -3,10 +3,10 @@
 `share: bandit` splits every slot's nodes anew in each step.  An arm is the n-th node of a member, with reward 1 if the
 node is accepted; the arms with the highest upper confidence bounds are played, for each member the first ones.  This is
 CombUCB1 with semi-bandit feedback.  Its regret after T steps is O(sqrt(nodes * arms * T log T)) accepted nodes (arXiv
-1410.0949) at `explore` 1, if probabilities are constant and do not depend on the other members.
+1410.0949) at a weight of 1 of the bound, if probabilities are constant and do not depend on the other members.
 
 Differs from the paper: counts are discounted, since texts change (discounted UCB, arXiv 0805.3415: sqrt(T log T)
-becomes sqrt(T changes) log T for an arm), and `explore` is smaller by default, without a proven bound, since requests
+becomes sqrt(T changes) log T for an arm), and the weight is 0.1, without a proven bound, since requests
 are short.
 
 `share: request` gives all nodes of a request to one member: the one that the request names, or the best one for its
@@ -24,12 +24,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from outrider.config import Config as Base
@@ -39,12 +39,13 @@ from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.drafters import Choice, Load, built
 from outrider.nn.drafting.ensemble import Ensemble, EnsembleMemory
-from outrider.policies.shares import Shares
+from outrider.policies.shares import EXPLORE, Shares
 from outrider.retrieval.tenants import ByTenant
 from outrider.targets.protocol import Target
 
 
 class Config(Base):
+    REMOVED: ClassVar[Mapping[str, str]] = {"explore": "leave it out: every member is tried about as often as 0.1 did"}
     kind: Literal["mix"] = "mix"
     members: tuple[Choice, ...] = Field(
         default=({"kind": "ngram"}, {"kind": "recycle"}), min_length=1, validate_default=True
@@ -54,8 +55,6 @@ class Config(Base):
     """How nodes are split: `bandit`, over all members by their acceptance so far; `request`, one member per request."""
     nodes: PositiveInt = 16
     """Most nodes per step, over all members."""
-    explore: NonNegativeFloat = 0.1
-    """Weight of the confidence bound; 0 uses the acceptance so far only, 1 explores most."""
 
 
 @dataclass(kw_only=True)
@@ -79,7 +78,7 @@ class Mix(Ensemble):
         super().__init__(drafters, min(config.nodes, sum(drafter.limit for drafter in drafters)))
         self.learns = self.learns or config.share == "request"
         self.names, self.config = list(names), config
-        self.tallies = ByTenant(lambda: Tally(len(self.names), config.explore), TENANTS)
+        self.tallies = ByTenant(lambda: Tally(len(self.names)), TENANTS)
         """By tenant and kind of text: each member's acceptance."""
 
     def allocate(self, cache: Cache) -> Memory:
@@ -120,7 +119,7 @@ class Mix(Ensemble):
             memory.groups.pop(row, None)
 
     def _new_shares(self) -> Shares:
-        return Shares(self.limits, self.config.explore)
+        return Shares(self.limits)
 
     def _split(self, memory: Memory, state: DecodeState, row: int, most: int) -> list[int]:
         """Most nodes of each member."""
@@ -153,8 +152,7 @@ TENANTS = 1024
 class Tally:
     """Each member's acceptance, as a share of the nodes of a step."""
 
-    def __init__(self, count: int, explore: float):
-        self.explore = explore
+    def __init__(self, count: int):
         self.accepted, self.steps = [0.0] * count, [0] * count
 
     def learn(self, part: int, accepted: float) -> None:
@@ -171,7 +169,7 @@ class Tally:
             if not tries:
                 return math.inf
             mean = self.accepted[part] / max(self.steps[part], 1)
-            return mean + self.explore * math.sqrt(2 * math.log(1 + total) / tries)
+            return mean + EXPLORE * math.sqrt(2 * math.log(1 + total) / tries)
 
         return max(range(len(self.steps)), key=bound)
 

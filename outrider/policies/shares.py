@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+EXPLORE = 0.1
+"""Weight of a confidence bound; 0 would use the acceptance so far only, 1 has the proven regret."""
+
 
 class Shares:
     """One slot's bandit: how often each member's n-th node was offered and accepted."""
@@ -14,8 +17,8 @@ class Shares:
     GUESS, DOUBT = 0.5, 2.0
     """Prior of a member's first node, and its weight in tests; the prior of every other node is the node before it."""
 
-    def __init__(self, limits: Sequence[int], explore: float):
-        self.explore, self.steps = explore, 0.0
+    def __init__(self, limits: Sequence[int]):
+        self.steps = 0.0
         self.offered = [[0.0] * limit for limit in limits]
         self.accepted = [[0.0] * limit for limit in limits]
 
@@ -32,7 +35,7 @@ class Shares:
 
     def _bounds(self, part: int, most: int) -> list[float]:
         """Upper confidence bounds of a member's nodes, non-increasing, and -1 after the last."""
-        doubt = self.explore * math.sqrt(1.5 * math.log(1 + self.steps))
+        doubt = EXPLORE * math.sqrt(1.5 * math.log(1 + self.steps))
         guess, lowest, bounds = self.GUESS, math.inf, []
         for offered, accepted in zip(self.offered[part][:most], self.accepted[part], strict=False):
             guess = (accepted + self.DOUBT * guess) / (offered + self.DOUBT)

@@ -27,9 +27,9 @@ Sourced = Callable[..., Source]
 """Answers, and optionally their `ngram_hashes` → their features."""
 
 
-def folder_of(settings: RunConfig) -> str:
-    """The folder or URL of a run's feature cache."""
-    return settings.prepare.feature_folder or str(settings.answers / "features")
+def folder_of(settings: RunConfig) -> Path:
+    """The folder of a run's feature cache."""
+    return Path(settings.prepare.feature_folder or settings.answers / "features")
 
 
 def sourced(settings: RunConfig, config: TrainConfig, target: RunTarget, model: DraftModel) -> Sourced:
@@ -43,12 +43,12 @@ def sourced(settings: RunConfig, config: TrainConfig, target: RunTarget, model: 
         if prepare.features == "live":
             return LiveFeatures(
                 target, answers, model.taps, dtype=config.dtype, template=template_hash(target.tokenizer),
-                ngram_hashes=ngram_hashes, read_ahead=config.read_ahead, **common,
+                ngram_hashes=ngram_hashes, **common,
             )  # fmt: skip
         return CachedFeatures(
             target, answers, bound_to(settings, config.dtype, target, model), folder_of(settings),
             recheck_every=_recheck_every(settings, target), skip_bad=prepare.skip_bad, ngram_hashes=ngram_hashes,
-            copy_to=settings.folder / "features", **common,
+            **common,
         )  # fmt: skip
 
     return source
@@ -132,14 +132,14 @@ class Store:
 def store(
     settings: RunConfig, config: TrainConfig, target: RunTarget, model: DraftModel, answers: Sequence[Answer]
 ) -> Store | None:
-    """The run's cache on this machine; None if features are live or behind a URL.  config: with a resolved dtype.
+    """The run's cache on this machine; None if features are live.  config: with a resolved dtype.
 
     Raises DataError for a folder with another binding.
     """
-    where, prepare = folder_of(settings), settings.prepare
-    if prepare.features == "live" or "://" in where:
+    folder, prepare = folder_of(settings), settings.prepare
+    if prepare.features == "live":
         return None
-    folder, binding = Path(where), bound_to(settings, config.dtype, target, model)
+    binding = bound_to(settings, config.dtype, target, model)
     if cache.bound(folder) is not None:
         there = cache.check(folder, binding)
         binding = replace(binding, taps=there.taps, only_learnt=there.only_learnt)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -24,7 +24,7 @@ from outrider.training.progress import trackers
 
 FREE = frozenset({
     "save_every", "log_every", "calibrate", "steps", "epochs", "keep", "probe_every", "patience", "track",
-    "distributed", "recompute", "read_ahead", "sequence_parallel", "target_processes",
+    "distributed", "recompute", "sequence_parallel", "target_processes",
 })  # fmt: skip
 """Settings that can change on resume: they affect what is written, not what is learnt.  With a new number of steps the
 learning rate moves to the new curve."""
@@ -33,6 +33,9 @@ learning rate moves to the new curve."""
 class Config(Base):
     """How a draft model is trained."""
 
+    REMOVED: ClassVar[Mapping[str, str]] = {
+        "read_ahead": "store the features to have them prefetched (prepare.features: cached)"
+    }
     steps: PositiveInt | None = 10_000
     """Training steps, each of `accumulate` times `batch` texts.  If raised after a run has ended, training resumes from
     its checkpoint; see docs/training.md."""
@@ -55,9 +58,6 @@ class Config(Base):
     recompute: bool = False
     """Store only the inputs of the draft model's layers and recompute the layers in the backward pass (activation
     checkpointing): less memory, more time, the same gradients."""
-    read_ahead: bool = False
-    """Compute the target's features of the next batch while this one trains, if features are live and too large to
-    cache.  Stored features are always prefetched."""
     loss: Annotated[dict[str, float], AfterValidator(losses.check)] = Field(default={"ce": 0.1, "tv": 1.8})
     """Divergences and their weights; `kl` means {kl: 1}."""
     extra: dict[str, float] = Field(default={})

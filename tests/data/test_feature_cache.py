@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from data.test_regenerate import room_of
+from outrider import config
 from outrider.data.answers.store import Answer
+from outrider.data.config import Config
 from outrider.data.features import cache
 from outrider.data.features import shards as feature_shards
 from outrider.data.features.cache import Binding, build
 from outrider.data.features.cached import CachedFeatures, target_states
 from outrider.data.features.live import LiveFeatures
-from outrider.errors import DataError
+from outrider.errors import ConfigError, DataError
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 
@@ -281,27 +283,10 @@ def test_a_killed_writer_loses_nothing_that_is_written(talker: TransformersTarge
     assert not damaged(place)
 
 
-def test_a_cache_behind_a_url_is_read_shard_by_shard(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches a remote cache that is copied whole, or read otherwise than the local one."""
-    import fsspec
-
-    answers = texts(60)
-    mine = fill(talker, tmp_path / "local", answers)
-    files = fsspec.filesystem("memory")
-    files.put(str(tmp_path / "local"), "/shop/features", recursive=True)
-    there = CachedFeatures(
-        talker, answers, mine, "memory://shop/features", batch=3, length=64, copy_to=tmp_path / "copy"
-    )
-    local = reader(talker, tmp_path / "local", mine, answers)
-    assert not list((tmp_path / "copy").glob("features-*"))
-    for step in range(local.steps_per_pass):
-        found, wanted = there.batch(step), local.batch(step)
-        assert torch.equal(found.taps, wanted.taps) and torch.equal(found.hidden, wanted.hidden)
-        there._prefetcher._next[1].result()  # type: ignore[index]
-        assert len(list((tmp_path / "copy").glob("features-*"))) <= 16
-    assert there.disk_bytes == local.disk_bytes
-    with pytest.raises(DataError, match="prepare.feature_folder memory://nowhere can't be listed"):
-        CachedFeatures(talker, answers, mine, "memory://nowhere", batch=3, length=64, copy_to=tmp_path / "copy")
+def test_a_url_is_refused_with_what_to_do_instead() -> None:
+    """Catches a folder named s3: that is written beside the run."""
+    with pytest.raises(ConfigError, match=r"feature_folder: a bucket must be mounted first"):
+        config.build(Config, {"feature_folder": "s3://shop/features"})
 
 
 def test_what_reading_ahead_raises_is_raised(talker: TransformersTarget, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from outrider import machine
 from outrider.data.answers.store import Answer
 from outrider.data.features.live import MIN_LEARNT, LiveFeatures, most_cached
+from outrider.data.features.prefetch import Prefetcher
 from outrider.errors import DataError
 from outrider.targets.hf.transformers import TransformersTarget
 
@@ -123,10 +124,15 @@ def test_a_sixth_of_the_memory_of_a_cpu_is_cached_and_shared_by_its_processes(mo
 def test_batches_read_ahead_are_those_read_when_they_are_needed(budget, talker) -> None:
     """Catches batches that were read for another step, also where steps are asked for again or left out."""
     given = {"batch": 2, "length": 64, "cache_bytes": 0, "budget": budget}
-    plain, ahead = (LiveFeatures(talker, texts(9), TAPS, **given, read_ahead=on) for on in (False, True))
-    read = lambda source, at: [source.batch(at)] if budget is None else list(source.packed(range(at, at + 2)))
+    plain = LiveFeatures(talker, texts(9), TAPS, **given)
+    ahead = Prefetcher(LiveFeatures(talker, texts(9), TAPS, **given).made, talker.device)
     for step in (0, 1, 1, 4, 2):
-        for one, other in zip(read(plain, step), read(ahead, step), strict=True):
+        if budget is None:
+            pairs = [(plain.batch(step), ahead.batch(step))]
+        else:
+            steps = range(step, step + 2)
+            pairs = list(zip(plain.packed(steps), ahead.packed(steps, len(plain.order.packed(steps))), strict=True))
+        for one, other in pairs:
             for name in ("tokens", "loss_mask", "documents", "taps", "hidden"):
                 assert torch.equal(getattr(one, name), getattr(other, name)), name
     ahead.close()

@@ -58,7 +58,7 @@ def test_mixed_trees_keep_the_distribution(pair, share):
 
 def test_all_nodes_are_given_out_and_a_part_gets_no_more_than_it_can():
     """Catches nodes that nobody gets while a part could, and a split over the budget."""
-    shares = mix.Shares([3, 5], 0.1)
+    shares = mix.Shares([3, 5])
     for most in range(12):
         split = shares.split(most)
         assert sum(split) == min(most, 8)
@@ -67,7 +67,7 @@ def test_all_nodes_are_given_out_and_a_part_gets_no_more_than_it_can():
 
 def test_the_better_part_comes_to_have_the_nodes_and_the_other_is_tried_again():
     """Catches counts of the wrong part, and a bandit that never looks back once the text has changed."""
-    shares = mix.Shares([8, 8], 0.1)
+    shares = mix.Shares([8, 8])
     for turn in range(300):
         first, second = shares.split(8)
         if turn == 150:
@@ -90,7 +90,7 @@ def test_a_slot_used_again_begins_anew():
     drafter.free(memory, [0])
     assert memory.shares[0].steps == 0 and memory.serving == {}
     state.admit(0, Request([0], 9, Sampling()))
-    assert memory.shares[0].split(4) == mix.Shares([4, 4], 0.1).split(4)
+    assert memory.shares[0].split(4) == mix.Shares([4, 4]).split(4)
 
 
 def test_a_request_is_served_by_one_part_and_the_better_part_gets_more_of_them():

@@ -196,7 +196,7 @@ def test_served_logits_of_all_blocks_are_the_trained_ones(target, prompts, monke
 
 @pytest.mark.parametrize(
     ("choices", "sampling"),
-    [({"blocks": 3}, Sampling()), ({"blocks": 3, "choose_blocks": True}, Sampling(1.0, seed=3))],
+    [({"blocks": 3}, Sampling()), ({"blocks": 3}, Sampling(1.0, seed=3))],
     ids=["tree", "chain"],
 )
 def test_texts_are_the_targets_with_more_blocks(choices, sampling, target, prompts):

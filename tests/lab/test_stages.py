@@ -6,12 +6,7 @@ from conftest import tiny_model
 
 from benchmarks.families import tiny
 from outrider.errors import TargetError
-from outrider.generation import batch, requests
-from outrider.lab.drafters import pipeline
-from outrider.lab.pipeline import cycles
-from outrider.lab.stage_processes import in_processes
 from outrider.lab.stages import ranges, stages_of
-from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 
 
@@ -47,25 +42,3 @@ def test_a_model_that_stages_can_not_be_is_refused():
         parts = ranges(layers, stages)
         assert [layer for own in parts for layer in own] == list(range(layers))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
-@pytest.mark.slow
-def test_stages_in_processes_write_the_same_text(tmp_path, plain):
-    """Catches states, taps, logits or starts that are mixed up on their way between processes."""
-    tiny_model().save_pretrained(tmp_path)
-    target, prompt = load_target(tmp_path, dtype="float64"), [3, 9, 4, 1, 7, 2]
-    torch.manual_seed(1)
-    sizes = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
-    drafter = pipeline.build(pipeline.Config(stages=3, **sizes), target)
-    found = []
-    with in_processes(target, str(tmp_path), 3, 80, drafter.taps) as remote:
-        for stages in (stages_of(target, 3, 80, drafter.taps), remote, remote):
-            state = batch(target, 1, ends=frozenset())
-            (request,) = requests(target, prompt, 30, Sampling())
-            committed = list(cycles(stages, drafter, state, request))
-            found.append((state.tokens[0][len(prompt) :], committed))
-    assert found[0] == found[1] == found[2]
-    other = load_target(tiny_model(seed=1))
-    with pytest.raises(TargetError, match="its weights are others"), in_processes(other, str(tmp_path), 2, 80):
-        pass
-    assert found[0][0] == plain(target, prompt, 30)

@@ -37,7 +37,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"drafter": DRAFTER | {"taps": [1, 40]}}, "taps"),
     ({"target": "models/tiny"}, "target.name: no such folder: models/tiny"),
     ({"evaluate__max_new_tokens": 5000}, "leaves no room for a prompt"),
-    ({"drafter": {"kind": "tidar"}, "train__read_ahead": True}, "but tidar trains its target; leave it out"),
     ({"prepare__length": 257}, "prepare.length 257 is more than the context of"),
     ({"target": {"name": "demo", "quantize": "int8"}}, "needs torchao"),
 ]

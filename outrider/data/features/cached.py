@@ -6,9 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import fsspec
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -29,7 +27,7 @@ from outrider.targets.protocol import Target
 
 log = logging.getLogger(__name__)
 OPEN = 2 * BUFFER
-"""Maximum number of open shards; of a remote cache, also of local copies."""
+"""Maximum number of open shards."""
 OTHER_KERNELS = 0.05
 """Additional relative error of states computed by an engine's kernels."""
 
@@ -40,18 +38,16 @@ class CachedFeatures(TextFeatures):
     def __init__(
         self, target: Target, answers: Sequence[Answer], binding: Binding, folder: str | Path, *, batch: int,
         length: int, seed: int = 0, recheck_every: int = 0, skip_bad: bool = False,
-        ngram_hashes: HashFile | None = None, copy_to: Path | None = None, budget: int | None = None,
+        ngram_hashes: HashFile | None = None, budget: int | None = None,
     ):  # fmt: skip
-        """folder: the cache, or an fsspec URL, whose shards are copied to the folder `copy_to` when they are needed.
-
-        recheck_every: every `recheck_every`-th text is compared with a pass of the target; 0 compares none.
+        """recheck_every: every `recheck_every`-th text is compared with a pass of the target; 0 compares none.
         skip_bad: leave out texts of damaged shards and texts that the cache lacks.
         Raises DataError if the cache has another binding, or lacks a text.
         """
         self.ngram_hashes = ngram_hashes
         """Hashes of the texts, stored with a checkpoint; None if there are none."""
         self.target, self.taps, self.size, self.dtype = target, binding.taps, batch, binding.dtype
-        self._folder = open_folder(folder, copy_to)
+        self._folder = Folder(Path(folder))
         self.cache = cache.check(self._folder.path, binding)
         self.place, self.is_cached, self.bytes = str(folder), False, 0
         context = min(length, target.spec.context)
@@ -151,31 +147,20 @@ class CachedFeatures(TextFeatures):
 class Folder:
     """The shards of a local cache folder, a few of them open at a time."""
 
-    def __init__(self, path: Path, names: Sequence[str], size_bytes: int):
-        self.path, self.names, self.size_bytes = path, names, size_bytes
+    def __init__(self, path: Path):
+        self.path, self.paths = path, sorted(path.glob("features-*.safetensors"))
+        self.size_bytes = sum(shard.stat().st_size for shard in self.paths)
         self._open: OrderedDict[str, Shard] = OrderedDict()
-
-    def fetch(self, name: str) -> Path:
-        """The local path of a shard, which is downloaded if needed."""
-        return self.path / name
-
-    def reading(self, name: str) -> Any:
-        """A shard as an open binary file."""
-        return (self.path / name).open("rb")
-
-    def drop(self, name: str) -> None:
-        """Called when a shard is closed; a remote folder deletes its local copy."""
 
     def shards_by_key(self, skip_bad: bool) -> dict[int, str]:
         """The shard of every text, by its key.  skip_bad: check all shards and skip damaged ones, with a warning."""
         shards: dict[int, str] = {}
-        for name in self.names:
+        for path in self.paths:
             try:
                 if skip_bad:
-                    feature_shards.open_shard(self.fetch(name))
-                    self.drop(name)
-                with self.reading(name) as file:
-                    shards |= dict.fromkeys(feature_shards.keys_in(file, self.path / name), name)
+                    feature_shards.open_shard(path)
+                with path.open("rb") as file:
+                    shards |= dict.fromkeys(feature_shards.keys_in(file, path), path.name)
             except DataError as error:
                 if not skip_bad:
                     raise
@@ -186,56 +171,10 @@ class Folder:
         """An open shard, checked when it is opened; the least recently used one is closed if there are too many."""
         if name not in self._open:
             while len(self._open) >= OPEN:
-                self.drop(self._open.popitem(last=False)[0])
-            self._open[name] = feature_shards.open_shard(self.fetch(name))
+                self._open.popitem(last=False)
+            self._open[name] = feature_shards.open_shard(self.path / name)
         self._open.move_to_end(name)
         return self._open[name]
-
-
-class RemoteFolder(Folder):
-    """The shards behind an fsspec URL; a shard is copied to a local folder while it is open."""
-
-    def __init__(self, url: str, path: Path):
-        try:
-            self._files, root = fsspec.url_to_fs(url)
-            entries = self._files.ls(root, detail=True)
-        except (OSError, ValueError, ImportError) as error:
-            raise DataError(
-                f"prepare.feature_folder {url} can't be listed: {error}; check the URL and the access"
-            ) from None
-        self._root = root.rstrip("/")
-        sizes = {str(entry["name"]).rpartition("/")[2]: int(entry["size"] or 0) for entry in entries}
-        names = sorted(name for name in sizes if name.startswith("features-") and name.endswith(".safetensors"))
-        super().__init__(path, names, sum(sizes[name] for name in names))
-        path.mkdir(parents=True, exist_ok=True)
-        if cache.MANIFEST in sizes:
-            self._copy(cache.MANIFEST)
-
-    def fetch(self, name: str) -> Path:
-        return self.path / name if (self.path / name).exists() else self._copy(name)
-
-    def reading(self, name: str) -> Any:
-        return self._files.open(f"{self._root}/{name}", "rb")
-
-    def drop(self, name: str) -> None:
-        (self.path / name).unlink(missing_ok=True)
-
-    def _copy(self, name: str) -> Path:
-        part = self.path / f"{name}.part"
-        try:
-            self._files.get_file(f"{self._root}/{name}", str(part))
-        except OSError as error:
-            raise DataError(f"{self._root}/{name} can't be copied to {self.path}: {error}; run again") from error
-        return part.rename(self.path / name)
-
-
-def open_folder(folder: str | Path, copy_to: Path | None = None) -> Folder:
-    """The shards of a local folder or an fsspec URL.  Raises DataError if the URL can't be listed."""
-    if "://" in str(folder):
-        assert copy_to is not None
-        return RemoteFolder(str(folder), copy_to)
-    paths = sorted(Path(folder).glob("features-*.safetensors"))
-    return Folder(Path(folder), [path.name for path in paths], sum(path.stat().st_size for path in paths))
 
 
 def target_states(target: Target, taps: tuple[int, ...], dtype: str, batch: int = 16) -> States:

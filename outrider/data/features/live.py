@@ -14,11 +14,10 @@ from torch import Tensor
 from outrider import launcher, machine
 from outrider.data.answers.store import Answer
 from outrider.data.batches import TextFeatures
-from outrider.data.features.prefetch import Prefetcher
 from outrider.data.features.shards import TextStates
 from outrider.data.overlap.hash_files import HashFile
 from outrider.data.texts import MIN_LEARNT, Texts
-from outrider.nn.draft_model import Batch, Manifest
+from outrider.nn.draft_model import Manifest
 from outrider.targets.protocol import Target
 
 __all__ = ["MIN_LEARNT", "LiveFeatures"]
@@ -37,10 +36,9 @@ class LiveFeatures(TextFeatures):
         seed: int = 0,
         dtype: Literal["auto", "float32", "bfloat16"] = "float32", template: str | None = None,
         cache_bytes: int | None = None,
-        ngram_hashes: HashFile | None = None, budget: int | None = None, read_ahead: bool = False,
+        ngram_hashes: HashFile | None = None, budget: int | None = None,
     ):  # fmt: skip
-        """cache_bytes: maximum size of features cached in memory; see `CACHE_BYTES` for the default.
-        read_ahead: the next batch is prefetched while this one trains; the target's weights must not change."""
+        """cache_bytes: maximum size of features cached in memory; see `CACHE_BYTES` for the default."""
         dtype = machine.training_dtype(target.device) if dtype == "auto" else dtype
         self.ngram_hashes = ngram_hashes
         """Hashes of the texts, stored with a checkpoint; None if there are none."""
@@ -56,20 +54,6 @@ class LiveFeatures(TextFeatures):
         """Size of the features of all texts."""
         self.is_cached = self.bytes <= (most_cached(target.device) if cache_bytes is None else cache_bytes)
         self._cache: dict[int, TextStates] = {}
-        self._prefetcher = Prefetcher(self.made, target.device) if read_ahead and not self.is_cached else None
-
-    def batch(self, step: int) -> Batch:
-        return super().batch(step) if self._prefetcher is None else self._prefetcher.batch(step)
-
-    def packed(self, steps: range) -> Iterator[Batch]:
-        if self._prefetcher is None:
-            return super().packed(steps)
-        return self._prefetcher.packed(steps, len(self.order.packed(steps)))
-
-    def close(self) -> None:
-        """Stop prefetching."""
-        if self._prefetcher is not None:
-            self._prefetcher.close()
 
     @functools.cached_property
     def _group(self) -> dict[int, list[int]]:

@@ -10,23 +10,19 @@ Training has two stages, both on texts cut after random tokens.  I: all K masks 
 weight.  II, from `refine` on: in a suffix of random length R up to K, the token at distance i from the cut weighs
 alpha^(R - i), so that tokens next to the committed text matter most.
 
-With `pretrained`, a published diffusion language model drafts without further training (`lab.diffusion_lm`); it reads
-the whole text again in every step, since it attends in both directions.
-
 Differs from the paper: the paper trains a pretrained diffusion language model further; here training starts from
-scratch, or
-from layers of the target (`init_from_layers`).  The text is read causally, so its keys stay valid.  The masks
-themselves mark the cut, without a separator.  In stage II a block still has all its masks, as in serving; R decides
-which of them are trained.
+scratch, or from layers of the target (`init_from_layers`).  The text is read causally, so its keys stay valid.  The
+masks themselves mark the cut, without a separator.  In stage II a block still has all its masks, as in serving; R
+decides which of them are trained.
 
-Use it if no state of the target can be read, or if there is a diffusion language model with the target's tokenizer.
+Use it if no state of the target can be read.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -35,10 +31,8 @@ from torch import Tensor, nn
 from outrider.decoding.draft import Draft, padded
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
-from outrider.errors import ConfigError
 from outrider.fast.block import real
 from outrider.kernels import prepacked
-from outrider.lab.diffusion_lm import DiffusionLM
 from outrider.nn.blocks import ContextLayer, RMSNorm, attending, block_mask, rotary
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.drafting import serving
@@ -50,12 +44,12 @@ from outrider.targets.protocol import Target
 
 
 class Config(LayerConfig):
+    REMOVED: ClassVar[Mapping[str, str]] = {
+        "pretrained": "train a model with `outrider run recipes/lab/demo-deer.yaml` instead"
+    }
     kind: Literal["deer"] = "deer"
     block: PositiveInt = 32
     """Tokens drafted per step, one after the other."""
-    pretrained: str | None = None
-    """Folder or Hugging Face id of a diffusion language model in the layout of Dream or Open-dCoder, with the target's
-    tokenizer, that drafts as it is; the settings below then have no effect."""
     layers: PositiveInt = 5
     """Decoder layers of the draft model."""
     init_from_layers: InitLayers = None
@@ -73,11 +67,6 @@ class Model(DraftModel, MaskedModule):
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
-        if config.pretrained is not None:
-            raise ConfigError(
-                f"deer.pretrained {config.pretrained!r} drafts as it is and can't be trained; leave it out to train a "
-                "model, or name deer as a drafter to decode and evaluate with it"
-            )
         self.config, self.shape = resolved(with_mask(config, target), target.spec)
         self.target, self.taps = target, ()
         hidden = target.spec.hidden
@@ -137,32 +126,7 @@ def suffix_weights(lengths: Tensor, block: int, alpha: float) -> Tensor:
     return torch.where(left >= 0, alpha ** left.float(), 0.0)
 
 
-def build(config: Config, target: Target) -> Drafter:
-    if config.pretrained is None:
-        return Model.build(config, target)
-    idle = dict.fromkeys(Config.model_fields.keys() - {"kind", "block", "pretrained"}, False)
-    serving.warn_idle("deer", config, idle, "on a pretrained model")
-    return Published(DiffusionLM(config.pretrained, target), config.block)
-
-
-class Published(Drafter):
-    """Drafts a block in one pass of a published model over the whole text."""
-
-    def __init__(self, model: DiffusionLM, block: int):
-        """Raises ConfigError for a block that leaves no room in the model's context."""
-        if block >= model.context:
-            raise ConfigError(
-                f"deer.block {block} leaves no room for a text in the drafting model's context of {model.context}; "
-                "lower it"
-            )
-        self.model, self.limit = model, block
-
-    @torch.inference_mode()
-    def propose(self, memory: None, state: DecodeState, budget: Tensor) -> Draft:
-        room = self.model.context - self.limit
-        logits = self.model.logits([state.tokens[row][-room:] for row in state.rows], self.limit)
-        draft = serving.side_by_side(logits[:, : int(budget.max())], budget, state)
-        return serving.possible(draft, state)
+build = Model.build
 
 
 class MaskDrafter(Drafter):

@@ -23,10 +23,10 @@ Use it if verifying more nodes is free.  On two cores its acceptance was higher,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveInt
@@ -47,6 +47,7 @@ BASE, RETRIEVER = 0, 1
 
 
 class Config(Base):
+    REMOVED: ClassVar[Mapping[str, str]] = {"under": "leave it out: nodes are attached where they were accepted most"}
     kind: Literal["graft"] = "graft"
     base: Choice = Field(default={"kind": "ngram"}, validate_default=True)
     """The drafter whose draft is cut: a kind with its settings, or the folder of a checkpoint."""
@@ -57,9 +58,6 @@ class Config(Base):
     places."""
     nodes: PositiveInt | None = None
     """Most nodes verified; by default as many as the base proposes."""
-    under: Literal["both", "anchor"] = "both"
-    """Where retrieved nodes are attached: under the anchor and the end of the path of first children, or only under the
-    `anchor`.  A retriever that is not a text index always attaches under the anchor."""
 
 
 @dataclass(kw_only=True)
@@ -121,7 +119,7 @@ class Graft(Ensemble):
             memory.shares[row].split(room)[TIP] if tip else 0
             for row, tip, room in zip(state.rows, tips, (budget - draft.sizes).tolist(), strict=True)
         ]
-        if self.config.under == "anchor" or not any(most):
+        if not any(most):
             return draft
         paths = [[draft.ids[b][n] for n in tip] for b, tip in enumerate(tips)]
         retrieved = self.drafters[RETRIEVER].look_up(memory.parts[RETRIEVER], state, paths, torch.tensor(most))
@@ -157,13 +155,11 @@ class Graft(Ensemble):
             memory.shares[row] = self._new_shares()
 
     def _new_shares(self) -> Shares:
-        return Shares([self.limit, self.limit], EXPLORE)
+        return Shares([self.limit, self.limit])
 
 
 TIP = 0
 """The part of `Shares` for nodes under the tip; the other is for those under the anchor."""
-EXPLORE = 0.1
-"""Weight of the bandit's confidence bound, as in `mix`."""
 Mark = tuple[int, int]
 """A node's depth and its score as a bin: from 0, likely, in half powers of 1/2 to `BINS` - 1, very unlikely."""
 BINS = 25

@@ -3,8 +3,7 @@
 
 Drafts read the target's keys and values and write theirs after them, where the verifying pass then writes.  The skipped
 sublayers are a setting, the result of `outrider lab layers` on the user's prompts (`training.fitting`), or of a search
-while decoding (`search`, `lab.sublayer_search`).  The simplest choice is an early exit after some layers, with the
-target's norm and head.  Needs no training.
+while decoding (`search`, `lab.sublayer_search`).   Needs no training.
 
 Differs from LayerSkip: the verifying pass runs all layers and does not continue from the draft's states.
 
@@ -18,10 +17,11 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
@@ -51,6 +51,9 @@ LENGTH, MIN_CONFIDENCE = 6, 0.4
 
 
 class Config(Base):
+    REMOVED: ClassVar[Mapping[str, str]] = {
+        "exit_layer": "name that layer and all after it in 'skip_attention' and 'skip_mlp'"
+    }
     kind: Literal["layer_skip"] = "layer_skip"
     file: str | None = None
     """A file that `outrider lab layers` saved; it names what is left out, and length and min_confidence unless these
@@ -60,8 +63,6 @@ class Config(Base):
     given."""
     skip_mlp: tuple[NonNegativeInt, ...] | None = None
     """Layers whose MLP is skipped, counted from 0."""
-    exit_layer: PositiveInt | None = None
-    """First layer of an early exit: this layer and all after it are skipped."""
     length: PositiveInt | None = None
     """Most tokens drafted per step; defaults to the saved set's, or 6."""
     min_confidence: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -74,7 +75,7 @@ class Config(Base):
 
     @model_validator(mode="after")
     def _is_one_set(self) -> Config:
-        settings = [name for name in ("skip_attention", "skip_mlp", "exit_layer") if getattr(self, name) is not None]
+        settings = [name for name in ("skip_attention", "skip_mlp") if getattr(self, name) is not None]
         if self.file is not None and settings:
             raise ValueError(f"file and {' and '.join(settings)} both name what is left out; give one of them")
         return self
@@ -141,7 +142,7 @@ def build(config: Config, target: Target) -> LayerSkip:
         skip, length, min_confidence = _saved(config.file, target)
     if not skip.attention and not skip.mlp:
         logging.getLogger(__name__).warning(
-            "layer_skip leaves nothing out, so a draft saves no time; set skip_attention, skip_mlp or exit_layer"
+            "layer_skip leaves nothing out, so a draft saves no time; set skip_attention or skip_mlp"
         )
     refuse_failing(target, skip)
     possible, threshold = skips.skippable(), min_confidence if config.min_confidence is None else config.min_confidence
@@ -172,13 +173,9 @@ def _saved(path: str, target: Target) -> tuple[Skip, int, float]:
 
 def _chosen(config: Config, target: Target, possible: Skip) -> Skip:
     """The sublayers that the config skips.  Raises DrafterError for those that the target needs."""
-    layers = target.spec.layers
-    if config.exit_layer is not None and config.exit_layer >= layers:
-        raise DrafterError(f"exit_layer must be below the target's {layers} layers, got {config.exit_layer}; lower it")
-    skipped = range(layers if config.exit_layer is None else config.exit_layer, layers)
     named = {"skip_attention": config.skip_attention, "skip_mlp": config.skip_mlp}
-    if config.exit_layer is None and set(named.values()) == {None}:
-        return every_second(layers, possible)
+    if set(named.values()) == {None}:
+        return every_second(target.spec.layers, possible)
     sets = []
     for (name, indices), allowed in zip(named.items(), (possible.attention, possible.mlp), strict=True):
         wrong = sorted(set(indices or ()) - allowed)
@@ -186,11 +183,5 @@ def _chosen(config: Config, target: Target, possible: Skip) -> Skip:
             raise DrafterError(
                 f"{name} names layer {wrong[0]}, which {target.spec.name} needs; choose from {listed(allowed)}"
             )
-        missing = sorted(set(skipped) - allowed)
-        if missing:
-            raise DrafterError(
-                f"exit_layer {config.exit_layer} would leave out layer {missing[0]}, which this target needs; choose "
-                "a higher one"
-            )
-        sets.append(frozenset(indices or ()) | frozenset(skipped))
+        sets.append(frozenset(indices or ()))
     return Skip(*sets)

@@ -73,11 +73,6 @@ def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
             f"train.probe_every {settings.train.probe_every} keeps the best drafter, but {settings.drafter['kind']} "
             "trains its target; set it to 0"
         )
-    if settings.train is not None and settings.train.read_ahead and trains_target(settings.drafter["kind"]):
-        raise ConfigError(
-            "train.read_ahead reads with the target's weights before a step, but "
-            f"{settings.drafter['kind']} trains its target; leave it out"
-        )
     if settings.train is not None and "train" in stages:
         trackers.check(settings.train.track)
     drawn = {} if settings.evaluate is None else _check_evaluation(settings, settings.evaluate, stages)

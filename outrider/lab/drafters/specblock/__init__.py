@@ -10,14 +10,14 @@ A rank head predicts for each slot the rank of the target's choice in the draft'
 greedy draft is a tree: block 1's likeliest tokens as a chain; at the first slot that is not sure of rank 1 the 4 or 10
 best tokens, none beyond rank 10, each continued by a block of its own, which branches likewise, up to `blocks` one
 after another, at most 10 side by side; of all that, the likeliest paths.  Drawn drafts are chains of as many blocks; q
-of each slot is a softmax of its row.  With `choose_blocks` a step drafts as many blocks as pay by the seconds measured.
+of each slot is a softmax of its row.
 
 In training a slot weighs 0.8^k where the earlier slots of its block are right (the likeliest token is the text's).
 
 Differs from the paper: training unrolls two blocks and not three unless `blocks` is 3, M drawn once per batch; later
 blocks are trained from `anchors` positions instead of all; the rank's loss has the row's weight, 0.8^k too, and its
 class weights are scaled to a mean of 1; the head is the target's own, frozen, unless `vocabulary` is given; W begins as
-the identity on h_k; the cost decides how many blocks are drafted, where the paper's bandit decides when to train.
+the identity on h_k.
 
 Use it if training may take long: its acceptance is higher than EAGLE-3's after the same number of steps, but a step
 takes four times as long.
@@ -25,20 +25,19 @@ takes four times as long.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache
-from outrider.decoding.state import DecodeState, Scores
-from outrider.lab.drafters.specblock.cost import BlocksByCost
+from outrider.decoding.state import DecodeState
 from outrider.lab.drafters.specblock.rows import Rows
-from outrider.lab.drafters.specblock.tree import WIDTHS, Offers, Path, doubt, levels, likeliest, positions
+from outrider.lab.drafters.specblock.tree import WIDTHS, Offers, Path, doubt, likeliest, positions
 from outrider.method import Method
 from outrider.nn.blocks import ContextLayer, FusedTaps, RMSNorm, Shift, attending, rotary
 from outrider.nn.draft_model import Batch
@@ -61,13 +60,12 @@ CHUNK = 64
 
 
 class Config(LayerConfig):
+    REMOVED: ClassVar[Mapping[str, str]] = {"choose_blocks": "set 'blocks' instead"}
     kind: Literal["specblock"] = "specblock"
     slots: PositiveInt = 4
     """Tokens drafted by one block."""
     blocks: PositiveInt = 2
     """Number of successive blocks, in training and in drafts."""
-    choose_blocks: bool = False
-    """Choose the number of blocks in each step by their measured time and acceptance; no: draft all of them."""
     nodes: PositiveInt = 60
     """Most tokens of a draft, per step."""
     layers: PositiveInt = 2
@@ -186,16 +184,6 @@ class Blocks(NamedTuple):
     may attend to, its own included."""
 
 
-class Memory(FeatureMemory):
-    """Also has the blocks of the current step, and their cost."""
-
-    def __init__(self, slots: int, length: int, layers: int, model: Model):
-        super().__init__(slots, length, layers, model)
-        self.costs = BlocksByCost(model.config.blocks) if model.config.choose_blocks else None
-        self.levels: list[list[int]] = []
-        """By slot, the block of each drafted node."""
-
-
 class SpecBlock(PairDrafter):
     """Drafts a tree at temperature 0 if the target verifies trees, else a chain of blocks."""
 
@@ -205,47 +193,23 @@ class SpecBlock(PairDrafter):
         self.has_trees = serving.verifies_trees(model.target, "specblock", f"chains of at most {chain}")
         super().__init__(model, self.config.nodes if self.has_trees else chain, self.longest + 1)
 
-    def allocate(self, cache: Cache) -> Memory:
+    def allocate(self, cache: Cache) -> FeatureMemory:
         # the text, the tokens of a step, and later blocks for every candidate
         count = cache.length + self.longest + 1 + max(WIDTHS) * (self.config.blocks - 1)
-        return Memory(cache.slots, count * self.config.slots, self.config.layers, self.model)
+        return FeatureMemory(cache.slots, count * self.config.slots, self.config.layers, self.model)
 
-    def draft(self, memory: Memory, state: DecodeState, sizes: Tensor) -> Draft:
-        costs, cache = memory.costs, memory.kv_cache
-        count = self.config.blocks if costs is None else costs.begin()
-
-        def lapped(blocks: Blocks) -> Blocks:
-            if costs is not None:
-                costs.lap(state.device)
-            return blocks
-
-        def go_on(*at: Any) -> Blocks:
-            return lapped(self._next(cache, *at))
-
-        first = lapped(self._first(memory, state))
+    def draft(self, memory: FeatureMemory, state: DecodeState, sizes: Tensor) -> Draft:
+        cache = memory.kv_cache
+        go_on = functools.partial(self._next, cache)
+        first = self._first(memory, state)
         lengths = [cache.lengths[row] for row in state.rows]
         if state.judge.temperature is None and not state.judge.bans and self.has_trees:
-            draft = self._tree(memory, first, go_on, sizes, count)
+            draft = self._tree(first, go_on, sizes)
         else:
-            longest = self.config.slots * count
-            draft = self._chain(first, go_on, sizes.clamp(max=longest), state)
-            memory.levels = [[n // self.config.slots for n in range(longest)]] * len(lengths)
+            draft = self._chain(first, go_on, sizes.clamp(max=self.longest), state)
         for row, length in zip(state.rows, lengths, strict=True):  # drop later blocks
             cache.lengths[row] = length
         return draft
-
-    def observe(self, memory: Memory, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
-        super().observe(memory, state, draft, accepted, scores)
-        if memory.costs is None or not memory.levels:
-            return
-        numbers = [list(range(size)) for size in draft.live] if draft.origin is None else draft.origin.tolist()
-        ended = enumerate(zip(accepted.paths, accepted.next_tokens, strict=True))
-        # for a slot that ended within its draft, the acceptance of later nodes is unknown
-        accepted_blocks = [
-            [memory.levels[b][numbers[b][n]] for n in path] for b, (path, following) in ended if following >= 0
-        ]
-        memory.costs.learn(accepted_blocks, state.timing.draft + state.timing.verify + state.timing.other)
-        memory.levels = []
 
     def read(self, memory: FeatureMemory, row: int, state: DecodeState) -> None:
         self._read(memory, [row], state, leave=1)
@@ -308,28 +272,23 @@ class SpecBlock(PairDrafter):
 
         return serving.chain(rows[0], read_one, sizes, state)
 
-    def _tree(self, memory: Memory, first: Blocks, go_on: GoOn, sizes: Tensor, count: int) -> Draft:
+    def _tree(self, first: Blocks, go_on: GoOn, sizes: Tensor) -> Draft:
         """The likeliest paths of all blocks: each block's likeliest tokens, and more blocks after the best tokens of
         its first unsure slot."""
         blocks = first
         stems: list[list[Path]] = [[[]] for _ in first.rows]
-        paths: list[list[tuple[int, Path]]] = [[] for _ in first.rows]
-        for number in range(count):
+        paths: list[list[Path]] = [[] for _ in first.rows]
+        for number in range(self.config.blocks):
             best = log_probs(blocks.logits).topk(min(max(WIDTHS), blocks.logits.shape[-1]), -1)
             offers = Offers(*doubt(self._ranks(blocks)), best.indices, best.values)
             for slot_paths, chains in zip(paths, offers.chains(stems), strict=True):
-                slot_paths += [(number, chain) for chain in chains]
+                slot_paths += chains
             leaves = offers.leaves(stems)
-            if number + 1 == count or int(sizes.max()) < 2 or not any(leaves):
+            if number + 1 == self.config.blocks or int(sizes.max()) < 2 or not any(leaves):
                 break
             stems = [[leaf.path for leaf in slot_leaves] for slot_leaves in leaves]
             blocks = go_on(blocks, *(x.to(first.at.device) for x in positions(leaves)))
-        best_nodes = [
-            likeliest([path for _, path in slot_paths], size)
-            for slot_paths, size in zip(paths, sizes.tolist(), strict=True)
-        ]
-        if memory.costs is not None:
-            memory.levels = [levels(*nodes, slot_paths) for nodes, slot_paths in zip(best_nodes, paths, strict=True)]
+        best_nodes = [likeliest(slot_paths, size) for slot_paths, size in zip(paths, sizes.tolist(), strict=True)]
         tokens, parents = [tokens for tokens, _ in best_nodes], [parents for _, parents in best_nodes]
         return trees.of_lists(tokens, parents, first.logits.device)
 

@@ -48,19 +48,6 @@ def likeliest(paths: Sequence[Path], most: int) -> tuple[list[int], list[int]]:
     return [node[-1] for node in nodes], [place[node[:-1]] for node in nodes]
 
 
-def levels(tokens: Sequence[int], parents: Sequence[int], paths: Sequence[tuple[int, Path]]) -> list[int]:
-    """The first block that has each node of `likeliest`.  paths: with the numbers of their blocks, ascending."""
-    first: dict[tuple[int, ...], int] = {}
-    for number, path in paths:
-        path_tokens = tuple(token for token, _ in path)
-        for n in range(1, len(path_tokens) + 1):
-            first.setdefault(path_tokens[:n], number)
-    nodes: list[tuple[int, ...]] = []
-    for token, parent in zip(tokens, parents, strict=True):
-        nodes.append((*(nodes[parent] if parent >= 0 else ()), token))
-    return [first[node] for node in nodes]
-
-
 # ── several blocks ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
