@@ -1605,4 +1605,46 @@ FAULTS = [
         "prompts of a fine-tuning are both trained on and measured on",
         ("_split", "if number % EVERY]", "if number]"),
     ),
+    # chat
+    fault(
+        "an answer in a terminal clears the screen or sets its title",
+        ("write", "    text = console.written(text)\n", ""),
+    ),
+    fault(
+        "an answer of a chat does not see the earlier messages",
+        ("Conversation._answer", "messages = [*self.messages, {", "messages = [{"),
+    ),
+    fault(
+        "Ctrl-C in a chat loses the answer",
+        ("Conversation._answer", "if pace.tokens:", "if pace.tokens and not is_stopped():"),
+    ),
+    fault(
+        "the first answer of a chat overwrites a file of something else",
+        (
+            "chat",
+            "messages = [] if file is None or not file.exists() else read_conversation(file)",
+            "messages = list[Message]()",
+        ),
+    ),
+    # tool calls
+    fault(
+        "a mark that comes in two pieces is shown, and its call is text",
+        ("CallParser._opening", "content = held[: len(held) - cut].rstrip()", "content = held"),
+    ),
+    fault(
+        "an argument that spells the closing mark ends its call",
+        ("CallParser._read", "while (at := held.find(close, self._tried)) >= 0:", "if (at := held.find(close)) >= 0:"),
+    ),
+    fault(
+        "Mistral's calls are text, since [TOOL_CALLS] is a special token",
+        ("showing", "if name not in marks}", "}"),
+    ),
+    fault(
+        "a client may force a tool, and gets text",
+        ("_grammar", "if calls is not None and calls.is_forced and isinstance(body, ChatRequest):", "if False:"),
+    ),
+    fault(
+        "parallel calls reach a client that asked for one",
+        ("calls_of", "most = 1 if is_forced or body.parallel_tool_calls is False else None", "most = None"),
+    ),
 ]

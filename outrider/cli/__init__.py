@@ -22,6 +22,7 @@ VERBS = {
         "plan": ("plan", "Predict whether speculation pays, and with which method"),
         "init": ("init", "Create a run file"),
         "decode": ("decode", "Generate text, with accepted draft tokens marked"),
+        "chat": ("chat", "Chat in the terminal, with accepted draft tokens marked"),
         "prepare": ("run", "Generate training answers with the target"),
         "train": ("run", "Train a drafter"),
         "evaluate": ("evaluate", "Measure drafters against the target alone"),

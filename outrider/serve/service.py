@@ -22,6 +22,7 @@ from outrider.serve.bodies.request_models import (
     TextRequest,
     TokenizeChat,
     TokenizeText,
+    offered_tools,
 )
 from outrider.serve.bodies.requests import Reader
 from outrider.serve.calls import Call, EngineStopped, Output, QueueFull
@@ -138,9 +139,10 @@ class Service:
         body = await self._read(size > SMALL, owner, lambda: parse(BODIES[kind], values))
         seconds = min(limit for limit in (body.timeout, self.config.timeout_s, float("inf")) if limit is not None)
         deadline = None if seconds == float("inf") else began + seconds
-        is_slow = size > SHORT or not isinstance(body.response_format, TextFormat | None)
+        has_grammar = not isinstance(body.response_format, TextFormat | None) or bool(offered_tools(body))
+        is_slow = size > SHORT or has_grammar
         requests = await self._read(is_slow, owner, lambda: self.reader.requests(body, owner), deadline)
-        job = Job(body, values, Answer(body, self.name, self.texts, self.text_of))
+        job = Job(body, values, Answer(body, self.name, self.texts, self.text_of, lambda: self.reader.calls(body)))
         calls = [job.call(request, owner, deadline) for of_prompt in requests for request in of_prompt]
         self.jobs.add(job)
         try:

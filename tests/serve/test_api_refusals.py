@@ -109,7 +109,17 @@ MALFORMED: dict[str, tuple[str, Any, str]] = {
         CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": {"title": "x" * 100_001}}}},
         "more than 100000",
     ),
-    "a forced tool": ("chat/completions", CHAT | {"tool_choice": "required"}, "no tool can be forced"),
+    "a forced tool of none": ("chat/completions", CHAT | {"tool_choice": "required"}, "needs a tool of this request"),
+    "a forced tool of others": (
+        "chat/completions",
+        CHAT
+        | {"tool_choice": {"type": "function", "function": {"name": "b"}}}
+        | {"tools": [{"type": "function", "function": {"name": "a"}}]},
+        "which has a; add it to tools",
+    ),
+    "a choice of tools that is none": (
+        "chat/completions", CHAT | {"tool_choice": "any"}, "none, auto, required, or a tool by its name",
+    ),
     "ranks without": ("chat/completions", CHAT | {"top_logprobs": 3}, "add logprobs: true"),
     "a template": ("chat/completions", CHAT | {"chat_template": "{{ 1 }}"}, "only the tokenizer's own template"),
     "functions": ("chat/completions", CHAT | {"functions": [{"name": "a"}]}, "use tools"),

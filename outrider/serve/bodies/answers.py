@@ -19,6 +19,7 @@ from outrider.serve.bodies.request_models import ChatRequest, TextRequest
 from outrider.serve.calls import Call, Ending, Output
 from outrider.serve.pieces import Pieces
 from outrider.targets.text.token_texts import Offsets, TokenTexts
+from outrider.targets.text.tool_calls import CallParser, ToolCall
 
 LOWEST = -9999.0
 """Replaces a log probability of minus infinity, which JSON can't represent."""
@@ -65,14 +66,23 @@ class Choice:
 class Answer:
     """Formats the answer to one request."""
 
-    def __init__(self, body: TextRequest, model: str, texts: TokenTexts, text_of: Name):
-        """text_of: the text of a token; "" for a special one."""
+    def __init__(
+        self, body: TextRequest, model: str, texts: TokenTexts, text_of: Name,
+        calls: Callable[[], CallParser | None] = lambda: None,
+    ):  # fmt: skip
+        """text_of: the text of a token; "" for a special one.  calls: a new parser of the tool calls in a choice; None
+        for a choice that is text."""
         self.body, self.model, self.texts, self.text_of = body, model, texts, text_of
         self.is_chat = isinstance(body, ChatRequest)
         self.id = ("chatcmpl-" if self.is_chat else "cmpl-") + uuid4().hex
         self.created = int(time.time())
         self.counts_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        self._is_plain = not (body.include_drafts or body.return_token_ids or body.logprobs not in (None, False))
+        self._parser = calls
+        self._parsers: dict[int, CallParser] = {}
+        """Of each choice of a stream; empty if choices are text."""
+        self._has_calls = calls() is not None
+        is_detailed = body.include_drafts or body.return_token_ids or body.logprobs not in (None, False)
+        self._is_plain = not (is_detailed or self._has_calls)
         """Chunks have only text."""
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._offsets: dict[int, Offsets] = {}
@@ -102,12 +112,20 @@ class Answer:
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         fields: dict[str, Any] = {"index": choice.index}
+        reason = REASONS[choice.reason or "stop"]
         if self.is_chat:
-            fields["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+            content, calls = choice.text, list[ToolCall]()
+            if (parser := self._parser()) is not None:
+                content, calls = parser.push(choice.text, True)
+            message = {"role": "assistant", "content": content, "refusal": None}
+            if calls:
+                message |= {"content": content or None, "tool_calls": [_tool_call(call) for call in calls]}
+                reason = "tool_calls" if reason == "stop" else reason
+            fields["message"] = message
         else:
             fields["text"] = choice.text
         fields["logprobs"] = self._logprobs(choice.index, choice.logprobs)
-        fields["finish_reason"] = REASONS[choice.reason or "stop"]
+        fields["finish_reason"] = reason
         if self.body.return_token_ids:
             fields["token_ids"] = choice.tokens
         return fields
@@ -143,9 +161,16 @@ class Answer:
             before, after = self._frames.get(choice.index) or self._frame(choice.index)
             return before + encode_basestring_ascii(output.text).encode() + after
         fields: dict[str, Any] = {"index": choice.index}
-        fields |= {"delta": {"content": output.text}} if self.is_chat else {"text": output.text}
+        reason = None if output.finish_reason is None else REASONS[output.finish_reason]
+        if self._has_calls:
+            delta, count = self._delta(choice.index, output)
+            if not (delta or reason or output.logprobs or self.body.include_drafts or self.body.return_token_ids):
+                return b""
+            fields["delta"], reason = delta, "tool_calls" if count and reason == "stop" else reason
+        else:
+            fields |= {"delta": {"content": output.text}} if self.is_chat else {"text": output.text}
         fields["logprobs"] = self._logprobs(choice.index, output.logprobs)
-        fields["finish_reason"] = None if output.finish_reason is None else REASONS[output.finish_reason]
+        fields["finish_reason"] = reason
         if self.body.return_token_ids:
             fields["token_ids"] = output.tokens
         more = {}
@@ -155,6 +180,20 @@ class Answer:
                 choice.index, output.tokens, drafted, output.text
             )
         return self._event(fields, **more)
+
+    def _delta(self, index: int, output: Output) -> tuple[dict[str, Any], int]:
+        """New content and complete calls of a choice, and the number of its calls so far."""
+        if index not in self._parsers:
+            parser = self._parser()
+            assert parser is not None
+            self._parsers[index] = parser
+        parser = self._parsers[index]
+        before = parser.count
+        content, calls = parser.push(output.text, output.finish_reason is not None)
+        delta: dict[str, Any] = {"content": content} if content else {}
+        if calls:
+            delta["tool_calls"] = [{"index": before + i} | _tool_call(call) for i, call in enumerate(calls)]
+        return delta, parser.count
 
     def closing(self, calls: Sequence[Call]) -> bytes:
         """The end of a stream."""
@@ -218,6 +257,11 @@ class Answer:
             "token": self.texts.name_of(token), "logprob": _finite(logprob),
             "bytes": list(self.texts.bytes_of(token)),
         }  # fmt: skip
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    # nine letters and digits: Mistral's templates refuse other ids
+    return {"id": uuid4().hex[:9], "type": "function", "function": call._asdict()}
 
 
 def usage(calls: Sequence[Call]) -> dict[str, Any]:

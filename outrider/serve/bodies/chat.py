@@ -11,9 +11,10 @@ from jinja2 import TemplateError
 
 from outrider.errors import DataError
 from outrider.serve.bodies.refusals import invalid
-from outrider.serve.bodies.request_models import Message, Tool
+from outrider.serve.bodies.request_models import ChatRequest, Message, NamedTool, TextFormat, Tool, offered_tools
 from outrider.targets.text.chat import rendered
 from outrider.targets.text.parts import text_of
+from outrider.targets.text.tool_calls import CallParser, form_of
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,27 @@ def tokens_of(
         raise invalid(
             "the model's chat template can't render these messages; see the model card for its format", "messages"
         ) from None
+
+
+def calls_of(body: ChatRequest, tokenizer: Any) -> CallParser | None:
+    """The parser of the tool calls in an answer; None for an answer that is text.  Raises Refusal for a choice that no
+    tool fits."""
+    tools, choice = offered_tools(body), body.tool_choice
+    is_forced = isinstance(choice, NamedTool) or choice == "required"
+    if isinstance(choice, NamedTool):
+        tools = [tool for tool in tools if tool.function.name == choice.function.name]
+    if is_forced and not tools:
+        known = ", ".join(tool.function.name for tool in body.tools or ()) or "none"
+        raise invalid(f"tool_choice needs a tool of this request, which has {known}; add it to tools", "tool_choice")
+    if is_forced and not isinstance(body.response_format, TextFormat | None):
+        raise invalid("response_format has no effect on a tool call; leave out one of the two", "response_format")
+    if not tools or tokenizer is None or tokenizer.chat_template is None:
+        return None
+    form = form_of(tokenizer.get_chat_template(None, [tool.model_dump(exclude_none=True) for tool in tools]))
+    if form is None and not is_forced:
+        return None  # it is not known how this model writes calls
+    most = 1 if is_forced or body.parallel_tool_calls is False else None
+    return CallParser(form, {tool.function.name for tool in tools}, is_forced=is_forced, most=most)
 
 
 def texts_of(messages: Sequence[Message], tools: Sequence[Tool] | None) -> list[str]:

@@ -62,7 +62,7 @@ OUTSIDE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[^"]{1,65536}', re.DOTALL)
 EXPECTED: Mapping[str, str] = {
     "prompt": "a text, token ids, or a list of texts or of token ids",
     "stop": f"a text, or up to {MAX_STOPS} texts, each of 1 to 256 characters",
-    "tool_choice": "none or auto: what the model writes is returned as text, so no tool can be forced",
+    "tool_choice": "none, auto, required, or a tool by its name",
     "speculative": "true, false, or an object with depth or drafter",
     "temperature": f"0 or a number from {MIN_TEMPERATURE} to 2",
     "chat_template_kwargs": "an object of texts, numbers, and true or false",

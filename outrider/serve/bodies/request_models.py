@@ -279,6 +279,15 @@ class Tool(Body):
     cache_control: CacheControl = None
 
 
+class NamedFunction(Body):
+    name: Text
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
 Variables = Annotated[dict[str, str | float | bool], Field(max_length=MOST_KEYS), BeforeValidator(_few)]
 
 
@@ -287,11 +296,11 @@ class ChatRequest(GenerationBody):
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), _at_most(MOST_MESSAGES)]
     tools: Annotated[list[Tool], Field(fail_fast=True), _at_most(MOST_TOOLS)] | None = None
-    """Passed to the chat template; the model's text is returned as content."""
-    tool_choice: Literal["none", "auto"] | None = None
-    """none: no tools are passed to the template."""
+    """Passed to the chat template."""
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """none: no tools are passed to the template.  required, or a function: the answer is one call."""
     parallel_tool_calls: bool | None = None
-    """No effect: tool calls are not parsed."""
+    """false: calls after the first are dropped."""
     logprobs: bool | None = None
     top_logprobs: Ranks | None = None
     max_completion_tokens: Positive | None = None
@@ -300,7 +309,7 @@ class ChatRequest(GenerationBody):
 
 
 IDLE = (
-    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
 )  # fmt: skip
 """Fields that are accepted and have no effect."""
 
@@ -311,6 +320,11 @@ def ignored(body: CompletionRequest | ChatRequest) -> list[str]:
     items = [*getattr(body, "messages", ()), *(getattr(body, "tools", None) or ())]
     parts = [part for item in items if isinstance(getattr(item, "content", None), list) for part in item.content]
     return names + ["cache_control"] * any(item.cache_control is not None for item in [*items, *parts])
+
+
+def offered_tools(body: Any) -> list[Tool]:
+    """The tools that the model may call."""
+    return [] if getattr(body, "tool_choice", None) == "none" else list(getattr(body, "tools", None) or ())
 
 
 TextRequest = CompletionRequest | ChatRequest

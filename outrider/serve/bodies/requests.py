@@ -28,12 +28,15 @@ from outrider.serve.bodies.request_models import (
     TokenizeChat,
     TokenizeText,
     Tool,
+    offered_tools,
 )
 from outrider.serve.config import Config
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.text.control import text_tokens
+from outrider.targets.text.detokenizer import showing
 from outrider.targets.text.parts import text_of
 from outrider.targets.text.prompts import encoded
+from outrider.targets.text.tool_calls import CallParser, schema_of
 
 COMPLETION_TOKENS = 16
 """`max_tokens` of a completion that does not set it, as in OpenAI's API."""
@@ -64,9 +67,10 @@ class Reader:
         self.check_model(body.model)
         n = body.n or 1
         self._check_number(1 if isinstance(body, ChatRequest) else len(_listed(body.prompt)), n)
-        prompts = self._prompts(body)
+        calls = self.calls(body)
+        prompts = self._prompts(body, calls)
         with _reported():
-            settings = self._sampling(body)
+            settings = self._sampling(body, calls)
             stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
             requests = []
             for tokens in prompts:
@@ -77,8 +81,15 @@ class Reader:
                     continues=not isinstance(body, ChatRequest),
                 )  # fmt: skip
                 request = replace(request, tenant=owner, **self._drafts(body))
+                if calls is not None and calls.form is not None and request.detokenizer is not None:
+                    shown = showing(request.detokenizer, self.target.tokenizer, calls.form.marks)
+                    request = replace(request, detokenizer=shown)
                 requests.append([_seeded(request, i) for i in range(n)])
         return requests
+
+    def calls(self, body: TextRequest) -> CallParser | None:
+        """The parser of the tool calls in an answer; None for an answer that is text."""
+        return chat.calls_of(body, self.target.tokenizer) if isinstance(body, ChatRequest) else None
 
     def tokens(self, body: TokenizeText | TokenizeChat) -> list[int]:
         """Token ids for /tokenize."""
@@ -104,9 +115,11 @@ class Reader:
 
     # ── prompts ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _prompts(self, body: TextRequest) -> list[list[int]]:
+    def _prompts(self, body: TextRequest, calls: CallParser | None) -> list[list[int]]:
         if isinstance(body, ChatRequest):
-            encoded_prompts = [self._chat(body, body.tools if body.tool_choice != "none" else None)]
+            encoded_prompts = [self._chat(body, offered_tools(body))]
+            if calls is not None and calls.is_forced and calls.form is not None and calls.form.begin:
+                encoded_prompts[0] += self.target.tokenizer.encode(calls.form.begin, add_special_tokens=False)
         else:
             prompts = _listed(body.prompt)
             for prompt in prompts:
@@ -215,7 +228,7 @@ class Reader:
             raise invalid(f"min_tokens is {fewest}, and the answer has at most {most} tokens; lower it", "min_tokens")
         return fewest
 
-    def _sampling(self, body: TextRequest) -> Sampling:
+    def _sampling(self, body: TextRequest, calls: CallParser | None) -> Sampling:
         requested = {name: getattr(body, name) for name in DRAWN}
         drawn = self.defaults | {name: value for name, value in requested.items() if value is not None}
         if 0 < drawn["temperature"] < MIN_TEMPERATURE:
@@ -227,7 +240,7 @@ class Reader:
             repetition_penalty=drawn["repetition_penalty"], presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
             logit_bias={int(token): value for token, value in (body.logit_bias or {}).items()},
-            logprobs=_logprobs(body), grammar=_grammar(body),
+            logprobs=_logprobs(body), grammar=_grammar(body, calls),
         )  # fmt: skip
 
     def _drafts(self, body: TextRequest) -> dict[str, Any]:
@@ -278,16 +291,21 @@ def _logprobs(body: TextRequest) -> int | None:
     return body.top_logprobs or 0 if body.logprobs else None
 
 
-def _grammar(body: TextRequest) -> Grammar | None:
-    form = body.response_format
-    if form is None or isinstance(form, TextFormat):
+def _grammar(body: TextRequest, calls: CallParser | None) -> Grammar | None:
+    form, param = body.response_format, "response_format"
+    if calls is not None and calls.is_forced and isinstance(body, ChatRequest):
+        tools = [tool.function for tool in body.tools or () if tool.function.name in calls.names]
+        schema = schema_of([function.model_dump(exclude_none=True) for function in tools], calls.form)
+        param = "tools"
+    elif isinstance(form, TextFormat | None):
         return None
-    form_schema = form.json_schema.schema_ if isinstance(form, SchemaFormat) else {"type": "object"}
-    schema = json.dumps({"x-guidance": {"whitespace_pattern": GAP}} | form_schema)
-    if len(schema) > LARGEST_SCHEMA:
-        raise invalid(f"the schema has {len(schema)} characters, more than {LARGEST_SCHEMA}", "response_format")
-    with _reported("response_format"):
-        return Grammar.json(schema)
+    else:
+        schema = form.json_schema.schema_ if isinstance(form, SchemaFormat) else {"type": "object"}
+    text = json.dumps({"x-guidance": {"whitespace_pattern": GAP}} | schema)
+    if len(text) > LARGEST_SCHEMA:
+        raise invalid(f"the schema has {len(text)} characters, more than {LARGEST_SCHEMA}", param)
+    with _reported(param):
+        return Grammar.json(text)
 
 
 @contextmanager

@@ -95,6 +95,13 @@ def _add_texts(router: APIRouter, service: Service) -> None:
         """Answer a chat."""
         return await answer(request, "chat")
 
+    @router.post("/v1/embeddings", include_in_schema=False)
+    async def embeddings() -> Response:
+        raise Refusal(
+            404, "this server generates text and has no embeddings; send this to a server of an embedding model",
+            code="unsupported_endpoint",
+        )  # fmt: skip
+
     @router.post("/tokenize", **with_body(responses.Tokens, requests.TokenizeText, requests.TokenizeChat))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or a chat."""

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Reply(BaseModel):
@@ -104,10 +104,24 @@ class ChatLogprobs(Reply):
     refusal: None
 
 
+class CalledFunction(Reply):
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+class ToolCall(Reply):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(Reply):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Null if there are only tool calls."""
     refusal: None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(Reply):

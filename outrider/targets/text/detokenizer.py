@@ -11,6 +11,8 @@ import functools
 import json
 import logging
 import re
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -87,3 +89,12 @@ def _unknown(tokenizer: Any, fallback: Detokenizer) -> Detokenizer:
         type(tokenizer).__name__,
     )
     return fallback
+
+
+def showing(decoder: Detokenizer, tokenizer: Any, marks: Collection[str]) -> Detokenizer:
+    """The detokenizer, with these special tokens as part of the text."""
+    skipped = {token: name for token, name in decoder.skipped.items() if name not in marks}
+    if len(skipped) == len(decoder.skipped):
+        return decoder
+    # the tokens to skip never reach `decode`
+    return replace(decoder, decode=functools.partial(tokenizer.decode, skip_special_tokens=False), skipped=skipped)
