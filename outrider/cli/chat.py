@@ -55,12 +55,12 @@ def chat(
     if file is not None and not file.absolute().parent.is_dir():
         raise DataError(f"can't write {file}: no such folder; name a file in a folder that exists")
     messages = [] if file is None or not file.exists() else read_conversation(file)
-    given = {"temperature": temperature, "seed": seed}
-    sampling = {name: value for name, value in given.items() if value is not None}
+    options = {"temperature": temperature, "seed": seed}
+    sampling = {name: value for name, value in options.items() if value is not None}
     loaded, built = streamed.load(target, drafter, settings)
-    options = {"policy": serving.policy, "verification": serving.verification, "allow_lossy": serving.allow_lossy}
+    drafting = {"policy": serving.policy, "verification": serving.verification, "allow_lossy": serving.allow_lossy}
     conversation = Conversation(
-        partial(stream, loaded, drafter=built, **options), lambda piece: streamed.show(piece, loaded), messages, file,
+        partial(stream, loaded, drafter=built, **drafting), lambda piece: streamed.show(piece, loaded), messages, file,
         {LENGTH: max_new_tokens, **sampling},
     )  # fmt: skip
     if system is not None:
@@ -228,8 +228,8 @@ def read_conversation(file: Path) -> list[Message]:
 
 def _sampling(settings: dict[str, Any]) -> Sampling | None:
     """None without sampling settings: the model's own generation_config applies."""
-    given = {name: value for name, value in settings.items() if name != LENGTH}
-    return Sampling(**given) if given else None
+    sampling = {name: value for name, value in settings.items() if name != LENGTH}
+    return Sampling(**sampling) if sampling else None
 
 
 def _lines() -> Iterator[str]:

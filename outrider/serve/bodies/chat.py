@@ -62,8 +62,8 @@ def calls_of(body: ChatRequest, tokenizer: Any) -> CallParser | None:
     if isinstance(choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
     if is_forced and not tools:
-        known = ", ".join(tool.function.name for tool in body.tools or ()) or "none"
-        raise invalid(f"tool_choice needs a tool of this request, which has {known}; add it to tools", "tool_choice")
+        names = ", ".join(tool.function.name for tool in body.tools or ()) or "none"
+        raise invalid(f"tool_choice needs a tool of this request, which has {names}; add it to tools", "tool_choice")
     if is_forced and not isinstance(body.response_format, TextFormat | None):
         raise invalid("response_format has no effect on a tool call; leave out one of the two", "response_format")
     if not tools or tokenizer is None or tokenizer.chat_template is None:
