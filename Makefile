@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SITE := build/site-venv
 
-.PHONY: demo demo-short test test-all faults lint audit wheel site install kernels clean
+.PHONY: demo demo-short test test-all faults lint audit wheel site clients install kernels clean
 
 MINUTES ?= 15
 
@@ -54,6 +54,16 @@ $(SITE)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(SITE)
 	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) -c \
 		"import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	touch $@
+
+CLIENTS := build/clients-venv
+
+clients: $(CLIENTS)/.installed  ## the client libraries that tests/serve/test_clients.py drives, in an environment of their own
+
+$(CLIENTS)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) -c \
+		"import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['clients'])")
 	touch $@
 
 install: $(VENV)/.installed

@@ -1400,7 +1400,7 @@ FAULTS = [
     ),
     fault(
         "a request is retried after its answer began, and may be charged twice",
-        ("AsyncClient._read", "if not self._retries.torn or call.attempts", "if call.attempts"),
+        ("AsyncClient._read", "if not retries.torn or call.attempts", "if call.attempts"),
     ),
     fault(
         "retries get new idempotency keys, so the server generates and charges the answer twice",
@@ -1646,5 +1646,22 @@ FAULTS = [
     fault(
         "parallel calls reach a client that asked for one",
         ("calls_of", "most = 1 if is_forced or body.parallel_tool_calls is False else None", "most = None"),
+    ),
+    # fallbacks
+    fault(
+        "a client's API key is sent to the server that answers in its place",
+        ("AsyncClient.__init__", "server.api_key or (api_key if is_clients else None)", "server.api_key or api_key"),
+    ),
+    fault(
+        "the second server is asked for the first one's model",
+        (
+            "AsyncClient._with_defaults",
+            'route.model or body.get("model") or self.model',
+            'body.get("model") or self.model',
+        ),
+    ),
+    fault(
+        "an answer's content in parts is empty",
+        ("text_of", "    if isinstance(text, list):", "    if isinstance(text, tuple):"),
     ),
 ]

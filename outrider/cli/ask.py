@@ -15,8 +15,19 @@ import typer
 from outrider.cli import console
 from outrider.cli.console import bar, key_of, lasting, place_of_json, remark, say, write_json
 from outrider.cli.options import JsonTo, KeyFrom
-from outrider.client import AsyncClient, ClientError, Limits, Retries, Timeouts, load_prices
+from outrider.client import (
+    AsyncClient,
+    ClientError,
+    Fallback,
+    Limits,
+    Profile,
+    Retries,
+    Timeouts,
+    load_prices,
+    load_profiles,
+)
 from outrider.client.asking import FileProgress, Prompt, ask_all, locked, read_prompts, stream_text, unanswered
+from outrider.config import nearest
 from outrider.errors import ConfigError, DataError
 
 FILES = (".jsonl", ".ndjson")
@@ -50,7 +61,10 @@ def ask(
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the answer as it is generated.")] = True,
     concurrency: Annotated[int, typer.Option(min=1, help="Concurrent requests for a file.")] = 16,
     attempts: Annotated[int, typer.Option(min=1, help="How often a prompt is sent before it counts as failed.")] = 4,
-    timeout: Annotated[float, typer.Option(help="Time limit of an answer in seconds, including pauses.")] = 600.0,
+    timeout: Annotated[
+        float | None,
+        typer.Option(help="Time limit of an answer in seconds, including pauses; 600, or the profile's.", min=0),
+    ] = None,
     rpm: Annotated[float | None, typer.Option(help="Most requests per minute.")] = None,
     tpm: Annotated[float | None, typer.Option(help="Most tokens per minute.")] = None,
     budget: Annotated[
@@ -59,6 +73,18 @@ def ask(
     prices: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Prices of models (YAML); see docs/client.md.")
     ] = None,
+    fallback: Annotated[
+        list[str] | None,
+        typer.Option(metavar="'[URL] [MODEL]'", help="Server or model for what got no answer; can be repeated."),
+    ] = None,
+    fallback_key_from: Annotated[
+        str | None, typer.Option(metavar="VARIABLE", help="Environment variable with the API key of other servers.")
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Defaults of a workload: chat, code, extract, write."),
+    ] = None,
+    profiles: Annotated[Path | None, typer.Option(metavar="FILE", help="Profiles (YAML); see docs/client.md.")] = None,
     cache: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Cache of complete answers, by the content of requests.")
     ] = None,
@@ -78,12 +104,17 @@ def ask(
     fields: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     fields["prediction"] = None if prediction is None else _text_in(prediction)
     settings = {name: value for name, value in fields.items() if value is not None}
+    others = [_fallback(text, key_of(fallback_key_from)) for text in fallback or ()]
+    workload = None if profile is None else _profile(profile, profiles)
+    if profiles is not None and profile is None:
+        raise ConfigError(f"--profiles {profiles} has no effect without a name; give --profile NAME")
 
     def made() -> AsyncClient:
         limits = Limits(concurrency, requests_per_minute=rpm, tokens_per_minute=tpm)
         return AsyncClient(
-            server, model=model, api_key=key, timeouts=Timeouts(total_s=timeout), retries=Retries(attempts),
-            limits=limits, budget=_amount(budget), prices=table, cache=cache,
+            server, model=model, api_key=key, timeouts=None if timeout is None else Timeouts(total_s=timeout),
+            retries=Retries(attempts), limits=limits, budget=_amount(budget), prices=table, cache=cache,
+            fallbacks=others, profile=workload,
         )  # fmt: skip
 
     if out is None:
@@ -115,6 +146,23 @@ def _ask_one(made: MadeClient, body: Mapping[str, Any], stream: bool) -> dict[st
         return report
 
     return asyncio.run(main())
+
+
+def _fallback(text: str, key: str | None) -> Fallback:
+    """`URL`, `MODEL`, or both."""
+    words = text.split()
+    urls = [word for word in words if "://" in word]
+    models = [word for word in words if "://" not in word]
+    if len(urls) > 1 or len(models) > 1 or not words:
+        raise ConfigError(f"--fallback must be an address, a model, or both, got {text!r}")
+    return Fallback(*(urls or [None]), *(models or [None]), api_key=key if urls else None)
+
+
+def _profile(name: str, file: Path | None) -> Profile:
+    table = load_profiles(file)
+    if name not in table:
+        raise ConfigError(f"unknown profile {name!r}{nearest(name, table)}")
+    return table[name]
 
 
 def _text_in(path: Path) -> str:

@@ -44,6 +44,8 @@ class Answer:
     is_cached: bool = False
     is_plain: bool = False
     """The request was resent without speculation, because the server failed with it."""
+    server: str = ""
+    """Address of the server that answered."""
 
 
 class Chunk(NamedTuple):
@@ -152,6 +154,9 @@ def text_of(choice: Mapping[str, Any] | None) -> str:
     """The text in a choice of an answer or of a chunk."""
     part = {} if choice is None else choice.get("message") or choice.get("delta") or choice
     text = part.get("content", part.get("text")) if isinstance(part, Mapping) else None
+    if isinstance(text, list):  # parts, as some servers send them
+        pieces = [part.get("text") for part in text if isinstance(part, Mapping) and part.get("type") == "text"]
+        return "".join(piece for piece in pieces if isinstance(piece, str))
     return text if isinstance(text, str) else ""
 
 

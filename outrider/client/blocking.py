@@ -14,8 +14,9 @@ import httpx
 from outrider.client.account import Totals
 from outrider.client.answers import Answer, Chunk, Message
 from outrider.client.asynchronous import AsyncClient
+from outrider.client.failures import CircuitOpen, ClientError, Unavailable
 from outrider.client.prices import Prices
-from outrider.client.settings import LIMITS, RETRIES, TIMEOUTS, Limits, Retries, Timeouts
+from outrider.client.settings import LIMITS, RETRIES, Fallback, Limits, Profile, Retries, Timeouts
 
 T = TypeVar("T")
 
@@ -24,13 +25,16 @@ class Client:
     """Like AsyncClient, for programs without an event loop.  Thread-safe."""
 
     def __init__(
-        self, base_url: str, *, model: str | None = None, api_key: str | None = None, timeouts: Timeouts = TIMEOUTS,
+        self, base_url: str, *, model: str | None = None, api_key: str | None = None, timeouts: Timeouts | None = None,
         retries: Retries = RETRIES, limits: Limits = LIMITS, budget: Decimal | None = None,
         prices: Prices | None = None, cache: Path | None = None, transport: httpx.AsyncBaseTransport | None = None,
+        fallbacks: Sequence[Fallback] = (), fallback_on: tuple[type[ClientError], ...] = (Unavailable, CircuitOpen),
+        profile: Profile | None = None,
     ):  # fmt: skip
         self._client = AsyncClient(
             base_url, model=model, api_key=api_key, timeouts=timeouts, retries=retries, limits=limits, budget=budget,
-            prices=prices, cache=cache, transport=transport,
+            prices=prices, cache=cache, transport=transport, fallbacks=fallbacks, fallback_on=fallback_on,
+            profile=profile,
         )  # fmt: skip
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-client", daemon=True)

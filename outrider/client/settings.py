@@ -1,10 +1,16 @@
-"""Settings of a client: time-outs, retries, and limits."""
+"""Settings of a client: time-outs, retries, limits, fallbacks, and profiles of workloads."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from pydantic import Field, model_validator
+
+from outrider import config as configs
+from outrider.config import Config
 from outrider.errors import ConfigError
 
 
@@ -93,3 +99,46 @@ class Limits:
 
 TIMEOUTS, RETRIES, LIMITS = Timeouts(), Retries(), Limits()
 """The defaults."""
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A server, or another model of the same server, for requests that got no answer."""
+
+    base_url: str | None = None
+    """None: the client's server."""
+    model: str | None = None
+    """None: the model that the request names."""
+    api_key: str | None = None
+    """The client's key is sent to the client's server only."""
+    timeouts: Timeouts | None = None
+    """None, here and below: the client's."""
+    retries: Retries | None = None
+    limits: Limits | None = None
+
+    def __post_init__(self) -> None:
+        if self.base_url is None and self.model is None:
+            raise ConfigError("a fallback needs a base_url or a model; give at least one")
+
+
+class Profile(Config):
+    """Defaults for the requests of a workload; what a request sets itself comes first."""
+
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the request body, such as temperature, max_tokens, and `speculative: {depth: 4}`."""
+    timeouts: Timeouts = TIMEOUTS
+
+    @model_validator(mode="after")
+    def _has_no_content(self) -> Profile:
+        if content := {"messages", "prompt", "stream"} & self.settings.keys():
+            raise ValueError(f"settings has {', '.join(sorted(content))}, which belongs to a request; leave it out")
+        return self
+
+
+def load_profiles(path: str | Path | None = None) -> dict[str, Profile]:
+    """The profiles in a YAML file by name; by default chat, code, extract and write.  Raises ConfigError."""
+    file = Path(path or Path(__file__).with_name("profiles.yaml"))
+    if not file.is_file():
+        raise ConfigError(f"no profiles at {file}; docs/client.md shows an example")
+    with configs.located(file):
+        return {name: configs.build(Profile, values or {}, name) for name, values in configs.read(file).items()}

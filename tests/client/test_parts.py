@@ -370,3 +370,12 @@ def test_a_refusal_is_read_in_every_form_there_is():
     assert parse_error(b'{"error": "m"}').message == "m"
     assert parse_error(b"<html>no").message == "<html>no"
     assert parse_error(b'{"error": {"param": "predictions", "message": "m"}}').is_about_speculation is False
+
+
+def test_a_list_of_parts_in_a_stream_is_text() -> None:
+    """Catches a server that sends a delta's content as parts, whose answer would be empty."""
+    parts = [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": []}, {"type": "text", "text": "b"}]
+    events = [{"choices": [{"index": 0, "delta": {"content": parts}, "finish_reason": "stop"}]}]
+    parser = StreamParser()
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events).encode()
+    assert [chunk.text for chunk in parser.feed(body)] == ["ab"]

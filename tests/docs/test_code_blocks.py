@@ -14,7 +14,7 @@ import typer
 import yaml
 
 from outrider import cli, load_drafter, load_target
-from outrider.client import load_prices
+from outrider.client import load_prices, load_profiles
 from outrider.gate.policy import Policy
 from outrider.runs.file import load
 from tests.serve.running import MODEL, running
@@ -147,8 +147,8 @@ def test_yaml_is_taken_by_what_reads_it(tmp_path: Path, monkeypatch: pytest.Monk
         elif block.page == "gate.md":
             Policy.model_validate(yaml.safe_load(block.text))
         elif block.page == "client.md":
-            Path("prices.yaml").write_text(block.text)
-            assert load_prices(Path("prices.yaml"))
+            Path("client.yaml").write_text(block.text)
+            assert (load_profiles if "settings:" in block.text else load_prices)(Path("client.yaml"))
         else:
             whole = {"target": "demo", "drafter": {"kind": "ngram"}} | yaml.safe_load(block.text)
             Path("docs.yaml").write_text(yaml.safe_dump(whole))

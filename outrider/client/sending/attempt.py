@@ -47,6 +47,8 @@ class Call:
     price: Price | None = None
     is_stream: bool = False
     attempts: int = 0
+    before: int = 0
+    """Attempts with other servers."""
     is_plain: bool = False
     """Resent without speculation."""
     request_id: str | None = None
@@ -66,7 +68,7 @@ class Call:
         return True
 
     def failed(self, kind: type[ClientError], reason: str, **fields: Any) -> ClientError:
-        return kind(reason, self.attempts, self.request_id, **fields)
+        return kind(reason, self.before + self.attempts, self.request_id, **fields)
 
 
 class Failure(NamedTuple):
