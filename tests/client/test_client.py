@@ -349,7 +349,7 @@ def test_nothing_that_was_said_is_logged_and_the_key_is_not_repeated(stub, caplo
         assert word not in caplog.text
 
     async def work(client):
-        assert client._resources.redacted("wrong key k-123") == "wrong key ***"
+        assert client._routes[0].resources.redacted("wrong key k-123") == "wrong key ***"
 
     asked(url, work, api_key="k-123")
 
