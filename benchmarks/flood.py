@@ -79,7 +79,9 @@ def main() -> None:
             alive = process.poll() is None
         finally:
             process.terminate()
-            process.wait(60)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            process.kill()
     result = figures(turns, alive)
     publish({"provenance": provenance(time.perf_counter() - began)} | result, options.out)
     sys.exit(not all(one["holds"] for one in result["promises"]))
