@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli import console
-from outrider.cli.console import place_of_json, present, say
+from outrider.cli.console import place_of_json, present, restarted, say
 from outrider.cli.options import DRAFTERS_OWN, Fields, JsonTo, with_options
 from outrider.config import build, override
 from outrider.diagnosis import run as diagnosis
@@ -69,15 +69,16 @@ def diagnose(
     say(
         f"diagnose  {source.kind} {drafter} on {len(here)} prompts of {prompts}; answers of {diagnosis.MOST_NEW} tokens"
     )
-    with console.bar("experiments", 0) as update:
-        tried: list[str] = []
-        result = diagnosis.run(drafter, target, here, options, like, lambda name: _tell(update, tried, name))
+    tried: set[str] = set()
+
+    def tell(name: str) -> None:
+        if name not in tried:
+            say(f"try       {name}")
+            tried.add(name)
+
+    with restarted("diagnosis"):
+        result = diagnosis.run(drafter, target, here, options, like, tell)
     present(json_to, dataclasses.asdict(result), *_shown(result))
-
-
-def _tell(update: Any, tried: list[str], name: str) -> None:
-    tried.append(name)
-    update(len(tried), name)
 
 
 def _template(name: str | None) -> str | None:
