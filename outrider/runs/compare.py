@@ -27,6 +27,7 @@ from outrider.runs.file import RunConfig, load
 from outrider.runs.forecast import budget
 from outrider.runs.reporter import Reporter
 from outrider.targets.load import load_target
+from outrider.targets.sketch import sketch
 
 PYTHON, RUN_FILES = ".py", (".yaml", ".yml")
 TIMED = 32
@@ -104,7 +105,8 @@ def _section(base: RunConfig, method: str) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"{method} is not a method that trains a drafter; name a kind, FILE.py or a run file")
     if kind == base.drafter["kind"]:
         return kind, {"drafter": base.drafter}
-    return kind, {"drafter": {"kind": kind} | budget.sizes(kind, 0)}
+    target = sketch(base.target.name, base.target.revision, base.target.trust_remote_code)
+    return kind, {"drafter": {"kind": kind} | budget.sizes(kind, target.spec.vocabulary)}
 
 
 def _run_files(
@@ -113,6 +115,7 @@ def _run_files(
     """Write a run file per method and seed; existing ones are kept, since their steps were timed before."""
     files: dict[str, list[Path]] = {}
     target: Any = None
+    folder.mkdir(parents=True, exist_ok=True)
     for name, section in sections.items():
         steps = options.steps
         for seed in options.seeds:

@@ -29,8 +29,8 @@ def target(language: Path) -> Any:
 def named(target: Any) -> Callable[..., list[str]]:
     """The causes that are named for a drafter."""
 
-    def named(drafter: Path, texts: list[str] | None = None, **options: Any) -> list[str]:
-        rows = [Prompt(str(i), (text,)) for i, text in enumerate(texts or prompts(24, 7))]
+    def named(drafter: Path, **options: Any) -> list[str]:
+        rows = [Prompt(str(i), (text,)) for i, text in enumerate(prompts(24, 7))]
         result = diagnosis.run(str(drafter), target, rows, diagnosis.Options(**options))
         return sorted(cause.name for cause in result.causes)
 
@@ -72,8 +72,3 @@ def test_a_published_folder_with_wrong_layers_is_diagnosed(named, trained, targe
     config["aux_hidden_state_layer_ids"] = [layer + 1 for layer in config["aux_hidden_state_layer_ids"]]
     (folder / "config.json").write_text(json.dumps(config))
     assert named(folder, temperature=0.5) == ["taps"]
-
-
-def test_other_texts_are_named(named, trained) -> None:
-    """Catches a loss that only the texts explain, reported as no cause."""
-    assert named(trained, [f"{'QRS'[i % 3]}{i} tell me why" for i in range(24)]) in (["prompts"], ["domain"])

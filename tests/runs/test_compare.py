@@ -44,7 +44,7 @@ def test_a_method_of_a_file_is_compared_at_equal_steps(written: Callable[..., Pa
     assert [(line.method, len(line.seeds)) for line in lines] == [("toy_method", 2), ("dflash", 2)]
     assert lines[0].ratio is None and lines[1].ratio is not None
     assert lines[1].ratio.center == pytest.approx(lines[0].tokens_per_step / lines[1].tokens_per_step)
-    trained = sorted((tmp_path / "runs" / "tiny").glob("*-*/checkpoint/outrider.json"))
+    trained = sorted((tmp_path / "runs" / "tiny").glob("*-*/checkpoint/model.safetensors"))
     assert [path.parent.parent.name for path in trained] == ["dflash-0", "dflash-1", "toy_method-0", "toy_method-1"]
     rows = [{"draft": "default", "temperature": 0.0, "kind": "held_out", "tokens_per_step": 1.0,
              "per_prompt": [[f"h{i}", 12, 12] for i in range(6)]}]  # fmt: skip
