@@ -1,4 +1,4 @@
-"""One key tries to see another key's text: by the prefix cache, by what drafters index, by usage and by metrics."""
+"""The new owner of a key's name tries to find the former owner's text in the prefix cache."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,24 +41,6 @@ def two(talker: TransformersTarget, tmp_path: Path, request: pytest.FixtureReque
     drafter = load_drafter(request.param, talker, shared="tenant")
     with running(talker, drafter, (request.param,), keys=str(file), prefix_bytes=1 << 24) as server:
         yield Two(server, ann, bob)
-
-
-def test_no_key_can_tell_what_another_asked(two: Two) -> None:
-    """Catches a prompt that another key finds in the prefix cache, drafts from another key's texts, which speed and
-    `include_drafts` would show, and texts or keys on pages that need none."""
-    cold = two.ask(two.ann)
-    warm = two.ask(two.ann)
-    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    assert warm["outrider"]["accepted"] > cold["outrider"]["accepted"], "what a key wrote is drafted for itself"
-
-    tried = two.ask(two.bob)
-    assert tried["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert tried["outrider"]["accepted"] == cold["outrider"]["accepted"]
-    assert tried["choices"][0]["text"] == cold["choices"][0]["text"]
-
-    for page in ("/metrics", "/stats", "/", "/openapi.json", "/health"):
-        text = httpx.get(two.server.url + page).text
-        assert not [word for word in ("zebra", "7741", two.ann, two.bob, "ann#", "bob#") if word in text], page
 
 
 def test_a_key_that_is_made_anew_finds_nothing(two: Two) -> None:
