@@ -72,17 +72,17 @@ def before_and_after(report: Report, before: str) -> list[str]:
         if drafter != after or base is None:
             continue
         earlier = {each.id: each for each in base.per_prompt}
+        same = [(each, earlier[each.id]) for each in row.per_prompt if each.id in earlier]
         pairs = [
-            (each.tokens, each.steps, earlier[each.id].tokens, earlier[each.id].steps)
-            for each in row.per_prompt
-            if each.id in earlier and each.steps and earlier[each.id].steps
+            (now.tokens, now.steps, then.tokens, then.steps)
+            for now, then in same
+            if now.tokens and now.steps and then.tokens and then.steps
         ]
         if len(pairs) < MIN_PROMPTS:
             continue
         center, low, high = (100 * (value - 1) for value in ratio_of_rates(pairs))
-        now, then = row.tokens_per_step, base.tokens_per_step
         lines.append(
-            f"{task} · T {temperature:g}: {say(now)} tokens per step, {say(then)} before: "
+            f"{task} · T {temperature:g}: {say(row.tokens_per_step)} tokens per step, {say(base.tokens_per_step)} before: "
             f"{center:+.0f} % ({low:+.0f} to {high:+.0f})"
         )
     return lines
