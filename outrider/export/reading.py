@@ -67,7 +67,11 @@ def imported(
     format, kind = identify(folder, format, kind)
     layout, module = layout_of(format, kind, writes=False), find_drafter(kind)
     _check_target(folder, manifest, target)
-    weights = layout.reads(folder)
+    try:
+        weights = layout.reads(folder)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:  # by its own keys
+        what = f"can't be read as {kind}: {(first_line(error) or type(error).__name__)[:300]}"
+        raise ExportError(f"{folder} {what}; copy the folder again") from error
     settings = settings_of(folder, target, format, kind)
     with _readable(folder, format, kind):
         config = build(module.Config, settings, f"{folder} as {format}")
