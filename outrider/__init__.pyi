@@ -167,6 +167,20 @@ def load_drafter(
 
 @overload
 def load_drafter(
+    kind_or_path: Literal["lilicorr"], target: Target, *, device: str | torch.device | None = None,
+    quantize: str | None = None, heads: int | None = None, kv_heads: int | None = None, head_dim: int | None = None,
+    intermediate: int | None = None, rms_norm_eps: float | None = None, rope_theta: float | None = None,
+    rope_scaling: Mapping[str, Any] | None = None, partial_rotary_factor: float | None = None, block: int = 7,
+    anchor_predicts: bool = False, siblings: Sequence[int] = (), layers: int = 5, taps: Sequence[int] | None = None,
+    init_from_layers: Sequence[int] | None = None, mask_token: int | Literal['learnt'] | None = None,
+    anchors: int = 512, vocabulary: int | None = None, decay: float = 4.0, prefixes: float = 0.0, candidates: int = 16,
+    nodes: int = 0, scorer_hidden: int | None = None, scorer_layers: int = 2, scorer_heads: int = 4,
+    scorer_ratio: float = 2.0, factor: int = 64, scale: float = 10.0, factor_eps: float = 1e-06, ce: float = 0.25,
+    margin: float = 0.0, penalty: float = 0.25,
+) -> Drafter: ...
+
+@overload
+def load_drafter(
     kind_or_path: Literal["medusa"], target: Target, *, device: str | torch.device | None = None,
     quantize: str | None = None, heads: int = 5, layers: int = 1, head: Literal['target', 'own'] = 'target',
     sequential: bool = False, nodes: int = 16, tree: Sequence[Sequence[int]] | None = None, drawn: bool = True,

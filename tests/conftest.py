@@ -67,6 +67,7 @@ SMALL_OF = {
     "mtp": {"ttt": 4, "modules": 2, "anchors": None},
     "peagle": {"layers": 2}, "specblock": {"layers": 2, "nodes": 7, "slots": 3},
     "dflash2": {"candidates": 3, "conv_group": 4, "selector_loss": "ce"},
+    "lilicorr": {"candidates": 4, "scorer_hidden": 16, "scorer_heads": 2, "factor": 8},
     "patch_diffusion": {"block": 4, "steps": 2, "mask_token": 63},
 }  # fmt: skip
 """Where a kind must be larger, or has a field whose name others have too."""
@@ -295,12 +296,18 @@ def cases() -> list[Case]:
         markov = fields.get("markov")
         choices = typing.get_args(markov.annotation) if markov else ()
         found += [Case(kind, {"markov": choice}, n > 0) for n, choice in enumerate(choices)] or [Case(kind)]
-        if "siblings" in fields and kind not in ("domino", "dflash2"):  # the tree is dflash's, or one of pairs
+        if "siblings" in fields and kind not in (
+            "domino",
+            "dflash2",
+            "lilicorr",
+        ):  # the tree is dflash's, or one of pairs
             found.append(Case(kind, {"siblings": (2, 1)}, True))
         if kind == "dflash":
             found.append(Case(kind, {"anchor_predicts": False}, True))
         if kind == "dflash2":
             found += [Case(kind, {"nodes": 7}, True), Case(kind, {"window": 9, "vocabulary": 40}, True)]
+        if kind == "lilicorr":
+            found.append(Case(kind, {"nodes": 7, "vocabulary": 40}, True))
         if kind == "dspark":
             found.append(Case(kind, {"vocabulary": 40}, True))
         if kind == "ngram":

@@ -33,7 +33,9 @@ def is_of(projector: str) -> Callable[[Config, Collection[str]], bool]:
 
     def fits(config: Config, names: Collection[str]) -> bool:
         block = config.get("dflash_config")
-        if not isinstance(block, dict) or is_eagle3(config) or "selector_rank" in block:  # a DFlash 2
+        if not isinstance(block, dict) or is_eagle3(config):
+            return False
+        if "selector_rank" in block or "lilicorr_num_layers" in block:  # another scorer of candidates
             return False
         return bool(block.get("projector_type", "dflash") == projector)
 

@@ -22,6 +22,7 @@ from outrider.loading import load_drafter
 from outrider.nn.blocks import block_mask
 from outrider.nn.drafting import lattice as lattices
 from outrider.nn.drafting.lattice import Candidates
+from outrider.nn.drafting.lattice_model import LatticeDrafter
 from outrider.runs.stages import _settle
 from outrider.sampling.settings import Sampling
 from outrider.targets.cache.attention_mask import PassLayout
@@ -257,7 +258,7 @@ def test_a_tree_keeps_the_distribution(workshop) -> None:
     """Catches a drawn tree whose q is another's than was drawn from.  False alarm 1e-6."""
     table = TableTarget.random(5)
     drafter = workshop.build(Case("dflash2", {"nodes": 6}), table)
-    assert isinstance(drafter, dflash2.LatticeDrafter)
+    assert isinstance(drafter, LatticeDrafter)
     assert keeps_the_distribution(table, drafter, slots=700, prompt=[0, 3])
     sampling = {"temperature": 0.7, "top_k": 4, "top_p": 0.9}
     assert keeps_the_distribution(table, drafter, slots=700, prompt=[0, 3], sampling=sampling)

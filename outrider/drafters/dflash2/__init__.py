@@ -24,23 +24,20 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from torch import Tensor
-from torch.nn.functional import pad
 
-from outrider.decoding.protocols import Drafter
 from outrider.drafters.dflash2 import convolution, selector
 from outrider.drafters.dflash2.convolution import DynamicConvolution
 from outrider.drafters.dflash2.selector import PairSelector
-from outrider.drafters.dflash2.tree import LatticeDrafter
 from outrider.errors import DrafterError
 from outrider.method import Method
 from outrider.nn.blocks import ContextLayer
 from outrider.nn.draft_model import Batch
 from outrider.nn.drafting import lattice as lattices
-from outrider.nn.drafting.block_drafter import BlockDrafter
-from outrider.nn.drafting.block_model import BackboneConfig, BlockModel, Decoded, Pick
+from outrider.nn.drafting import lattice_model
+from outrider.nn.drafting.block_model import BackboneConfig, BlockModel
 from outrider.nn.drafting.block_rows import BlockRows
 from outrider.nn.drafting.lattice import Candidates, Lattice
-from outrider.nn.drafting.serving import verifies_trees
+from outrider.nn.drafting.lattice_model import LatticeModel
 from outrider.sampling.distribution import log_probs, wide
 from outrider.targets.protocol import Target
 
@@ -109,11 +106,10 @@ class Config(BackboneConfig):
         return self
 
 
-class Model(BlockModel):
+class Model(LatticeModel):
     """Backbone with convolutions, and the selector."""
 
-    has_confidence = True
-    code = (selector, convolution, lattices)
+    code = (selector, convolution, lattices, lattice_model)
 
     def __init__(self, config: Config, target: Target):
         size = config.vocabulary or target.spec.vocabulary
@@ -143,77 +139,25 @@ class Model(BlockModel):
             selector.share.fill_(1.0)
         return model
 
-    def candidates(self, logits: Tensor) -> tuple[Candidates, Tensor]:
-        """The candidates of logits [..., D] with the target's ids, and their columns [..., k]."""
-        best = Candidates.of(logits, self.config.candidates)
-        return best._replace(ids=self.named(best.ids)), best.ids
+    def scored(self, states: Tensor, anchors: Tensor, best: Candidates, before: Tensor | None) -> Lattice:
+        return self.candidate_selector.lattice(states, anchors, best)
 
-    def lattice(self, states: Tensor, anchors: Tensor) -> Lattice:
-        """The lattice of blocks of states [B, K, H] after anchors [B]."""
-        return self.candidate_selector.lattice(states, anchors, self.candidates(self.logits(states))[0])
-
-    def decode(self, states: Tensor, anchors: Tensor, pick: Pick | None) -> Decoded:
-        """As in `BlockModel`; the returned logits are the rows' own, without the pairs."""
-        logits = self.logits(states)
-        best, columns = self.candidates(logits)
-        lattice, tokens = self.candidate_selector.lattice(states, anchors, best), list[Tensor]()
-
-        def choose(scores: Tensor, row: int) -> Tensor:
-            if pick is None:
-                chosen = lattices.likeliest(scores, row)
-                tokens.append(best.ids[:, row].gather(1, chosen[:, None])[:, 0])
-                return chosen
-            tokens.append(pick(lattices.spread(scores, columns[:, row], logits.shape[-1]), row))
-            # there is no match only if every candidate is banned; the draft then ends, or is deterministic
-            return (best.ids[:, row] == tokens[-1][:, None]).long().argmax(-1)
-
-        _, scores = lattices.walk(lattice, choose)
-        return torch.stack(tokens, 1), logits, lattices.confidence(scores, lattice.rest)
+    def scored_after(self, states: Tensor, previous: Tensor, best: Candidates, before: Tensor | None) -> Tensor:
+        scores = self.candidate_selector.taught(states, previous, best)
+        return torch.where(self.candidate_selector.share > 0, scores, best.logits)
 
     # ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def terms(self, rows: BlockRows, part: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         if self.progress < self.config.selector_start:
             return {"selector": draft.new_zeros(len(draft), dtype=torch.float32)}
-        states, logits = rows.leaf(part), draft if self.reduced is None else draft[:, : len(self.reduced.ids)]
+        states, logits = rows.leaf(part), self.own_columns(draft)
         if not self.config.selector_gradient:
             states, logits = states.detach(), logits.detach()
         best, columns = self.candidates(logits)
         scores = self.candidate_selector.taught(states, rows.previous[part], best)
         p = shares(target, columns) if self.config.selector_loss == "kl" else hits(rows.labels[part], columns)
         return {"selector": selector_loss(scores, best.rest, p)}
-
-    def served(self, rows: BlockRows, part: slice, draft: Tensor) -> Tensor:
-        size = draft.shape[-1] if self.reduced is None else len(self.reduced.ids)
-        best, columns = self.candidates(draft[:, :size])
-        scores = self.candidate_selector.taught(rows.states[part], rows.previous[part], best)
-        scores = torch.where(self.candidate_selector.share > 0, scores, best.logits)
-        return lattices.spread(scores, columns, draft.shape[-1])
-
-    def figures(self, rows: BlockRows, part: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
-        """`recall`: share of rows with the target's choice among the candidates; `selector_accuracy`: share where it is
-        the best after the text's tokens; expected tokens per step of the walk, of the rows' own choices (`unary`) and
-        of the best possible path (`oracle`).
-
-        Rows count up to the first whose token is not the target's choice, since verification gets no further.
-        """
-        blocks, choice = draft.unflatten(0, (-1, rows.slots)), target.argmax(-1).view(-1, rows.slots)
-        states, previous = rows.whole(rows.states[part], part)
-        size = draft.shape[-1] if self.reduced is None else len(self.reduced.ids)
-        best, columns = self.candidates(blocks[..., :size])
-        chosen, _ = lattices.walk(self.candidate_selector.lattice(states, previous[:, 0], best), lattices.likeliest)
-        scores = self.candidate_selector.taught(states, previous, best)
-        is_choice = lambda index: columns.gather(2, index[..., None])[..., 0] == choice
-        goes_on = (rows.labels[part].view_as(choice) == choice).cumprod(-1)
-        live = (rows.weight[part].view_as(choice) > 0) & pad(goes_on[:, :-1], (1, 0), value=1).bool()
-        has_choice = (columns == choice[..., None]).any(-1)
-        tokens = {"walk": is_choice(chosen), "unary": columns[..., 0] == choice, "oracle": has_choice}
-        begun = live[:, 0]
-        steps = {
-            f"tokens_{name}": 1 + (is_right & live).long().cumprod(-1).sum(-1)[begun]
-            for name, is_right in tokens.items()
-        }
-        return {"recall": has_choice[live], "selector_accuracy": is_choice(scores.argmax(-1))[live], **steps}
 
     def settled(self, held_out: Mapping[str, Any]) -> Mapping[str, Tensor]:
         """Turn the pairs on if their walk gets further than the rows' own choices."""
@@ -224,12 +168,6 @@ class Model(BlockModel):
         if self.training:
             self.candidate_selector.share.fill_(1.0)
         return super().predict(batch)
-
-    def drafter(self) -> Drafter:
-        config = self.config
-        if config.nodes and verifies_trees(self.target, config.kind, f"a chain of {config.block}, as with nodes 0"):
-            return LatticeDrafter(self)
-        return BlockDrafter(self)
 
 
 def selector_loss(scores: Tensor, rest: Tensor, p: Tensor) -> Tensor:

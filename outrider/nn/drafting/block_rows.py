@@ -41,6 +41,9 @@ class BlockRows(SharedLabels):
     """Predictions of blocks under random anchors of a batch: K rows per block; row k of anchor a has label
     a + 1 + k."""
 
+    before: Tensor | None = None
+    """[blocks, H], what a method takes from the token before each anchor; None if it takes nothing."""
+
     def __init__(self, model: DraftModel, blocks: Blocks, batch: Batch):
         self.slots = blocks.config.block
         at, live, labels_at, loss_mask = sample_anchors(batch, blocks.config.anchors, 1, self.slots)
@@ -54,6 +57,8 @@ class BlockRows(SharedLabels):
         labels_at, weights = labels_at.flatten(0, 1), weights.flatten(0, 1)
         self.previous = batch.tokens[text[:, None], labels_at - 1].flatten()
         """[M], the token before each row's label."""
+        self.anchors_at = text * batch.tokens.shape[1] + labels_at[:, 0] - 1
+        """[blocks], index of each anchor in the batch's tokens."""
         super().__init__(model, states.flatten(0, 2), batch.final, RowLabels.blocks(batch, text, labels_at, weights))
 
     def head(self, states: Tensor, rows: slice) -> Tensor:
@@ -62,6 +67,10 @@ class BlockRows(SharedLabels):
     def whole(self, states: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """These rows by block: states [n, K, H] and the token before each, [n, K]."""
         return states.unflatten(0, (-1, self.slots)), self.previous[rows].unflatten(0, (-1, self.slots))
+
+    def before_of(self, rows: slice) -> Tensor | None:
+        """`before` of these rows' blocks."""
+        return None if self.before is None else self.before[rows.start // self.slots : rows.stop // self.slots]
 
 
 def _weights(blocks: Blocks, batch: Batch, at: Tensor, prefix_lengths: Tensor | None) -> Tensor:
