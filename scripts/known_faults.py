@@ -122,15 +122,11 @@ FAULTS = [
     ),
     fault(
         "a walk is drawn from each row's own distribution",
-<<<<<<< HEAD
         (
-            "Model.decode",
+            "LatticeModel.decode",
             "lattices.spread(scores, columns[:, row]",
             "lattices.spread(best.logits[:, row], columns[:, row]",
         ),
-=======
-        ("LatticeModel.decode", "lattices.spread(scores, columns[:, row]", "lattices.spread(best.logits[:, row], columns[:, row]"),
->>>>>>> e555d356 (LiLiCorr scores a lattice in the lab; what dflash2 shares with it is nn.drafting.lattice_model)
     ),
     fault(
         "the branches of a tree are scored after another parent than their own",

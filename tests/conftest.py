@@ -296,11 +296,8 @@ def cases() -> list[Case]:
         markov = fields.get("markov")
         choices = typing.get_args(markov.annotation) if markov else ()
         found += [Case(kind, {"markov": choice}, n > 0) for n, choice in enumerate(choices)] or [Case(kind)]
-        if "siblings" in fields and kind not in (
-            "domino",
-            "dflash2",
-            "lilicorr",
-        ):  # the tree is dflash's, or one of pairs
+        # the tree is dflash's, or one of pairs
+        if "siblings" in fields and kind not in ("domino", "dflash2", "lilicorr"):
             found.append(Case(kind, {"siblings": (2, 1)}, True))
         if kind == "dflash":
             found.append(Case(kind, {"anchor_predicts": False}, True))
