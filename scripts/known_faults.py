@@ -133,6 +133,10 @@ FAULTS = [
         ("best_first", "lattice.after(row, at)", "lattice.after(row, at.flip(1))"),
     ),
     fault(
+        "serving scores a lattice with another token's state before the anchor than training",
+        ("Model.before", "anchors_at - 1 - taps_at[:, 0]", "anchors_at - 2 - taps_at[:, 0]"),
+    ),
+    fault(
         "a draft's window is one position wider than it was trained with",
         ("seen", "> slots[..., None] - window", ">= slots[..., None] - window"),
     ),
