@@ -64,7 +64,7 @@ class Config(BackboneConfig):
     factor: PositiveInt = 64
     """Size of a candidate's factors."""
     scale: PositiveFloat = 10.0
-    """Factor of the scores, which are cosines."""
+    """Number that the scores are multiplied by, which are cosines."""
     factor_eps: PositiveFloat = 1e-6
     """Smallest norm of a factor."""
     ce: NonNegativeFloat = 0.25
