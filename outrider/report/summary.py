@@ -82,8 +82,8 @@ def before_and_after(report: Report, before: str) -> list[str]:
             continue
         center, low, high = (100 * (value - 1) for value in ratio_of_rates(pairs))
         lines.append(
-            f"{task} · T {temperature:g}: {say(row.tokens_per_step)} tokens per step, {say(base.tokens_per_step)} before: "
-            f"{center:+.0f} % ({low:+.0f} to {high:+.0f})"
+            f"{task} · T {temperature:g}: {say(row.tokens_per_step)} tokens per step, "
+            f"{say(base.tokens_per_step)} before: {center:+.0f} % ({low:+.0f} to {high:+.0f})"
         )
     return lines
 
