@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from outrider.data.sources.messages import texts_of
 from outrider.errors import ConfigError
 from outrider.traffic.logs import traces
 from outrider.traffic.logs.calls import Call
@@ -74,9 +75,14 @@ def of_log(path: Path, format: str | None = None, count: Callable[[str], int] | 
 
 
 def _text(call: Call) -> str:
-    body = call.body
-    parts = [str(message.get("content") or "") for message in body.get("messages") or ()] or [str(body.get("prompt"))]
-    return "\n".join(parts)
+    """Its texts, without images, and the tools that it offers."""
+    if not (messages := call.body.get("messages")):
+        return str(call.body.get("prompt"))
+    contents = [message.get("content") for message in messages]
+    parts = [part for each in contents for part in (each if isinstance(each, list) else [each])]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    more = texts_of([[message.get("tool_calls") for message in messages], call.body.get("tools")])
+    return "\n".join([*(text for text in texts if isinstance(text, str)), *more])
 
 
 def _answer_tokens(call: Call, measure: Callable[[str], int]) -> int | None:

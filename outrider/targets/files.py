@@ -28,17 +28,23 @@ def problem_of(name: str) -> str | None:
     return next((problem for path in files if (problem := file_problem(path)) is not None), None)
 
 
-def file_problem(path: Path) -> str | None:
-    """What is wrong with one file, and what to do; None if nothing is."""
+def unreadable(path: Path) -> str | None:
+    """Why a file can't be read, and what to do: it is no regular file, or a Git LFS pointer; None if it can be."""
     try:
-        size = regular(path).stat().st_size
-        with path.open("rb") as file:
+        with regular(path).open("rb") as file:
             start = file.read(len(POINTER))
     except OSError as error:
         return f"{path} can't be read: {error.strerror or error}; copy it again"
     if start == POINTER:
         return f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` there, or download it again"
-    if not size and path.suffix != ".txt":
+    return None
+
+
+def file_problem(path: Path) -> str | None:
+    """What is wrong with one file, and what to do; None if nothing is."""
+    if (problem := unreadable(path)) is not None:
+        return problem
+    if not (size := path.stat().st_size) and path.suffix != ".txt":
         return f"{path} is empty; copy it again"
     return _cut(path, size) if path.suffix == ".safetensors" else None
 

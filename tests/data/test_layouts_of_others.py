@@ -1,10 +1,12 @@
 """Rows as others write them: no known field is lost, unknown ones are named, and what trains is what is served."""
 
+import datetime
 import json
 import logging
 import os
 import random
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,11 @@ from outrider.data.rendering import check_template, prompt_tokens, render
 from outrider.data.sources.conversations import Conversation, Skipped, from_source, parse
 from outrider.data.sources.messages import Message
 from outrider.data.sources.mixture import select
+from outrider.data.sources.readers import ENDINGS
 from outrider.errors import DataError
 from outrider.measure.tasks import names
+from outrider.plan.demand import of_log
+from outrider.plan.measured import sample
 from outrider.serve.bodies import chat
 from outrider.serve.bodies.refusals import Refusal
 from outrider.serve.bodies.request_models import ChatRequest
@@ -90,6 +95,21 @@ ASK, REPLY, BE = say("user", "hi"), say("assistant", "ho"), say("system", "be")
         ({"messages": [say("user", [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}])]},  # type: ignore[arg-type]
          [say("user", "a\nb")]),
         ({"messages": None, "conversations": None, "prompt": "hi", "response": None}, [ASK]),
+        ({"conversation": [ASK, REPLY]}, [ASK, REPLY]), ({"turns": [ASK, REPLY]}, [ASK, REPLY]),
+        ({"messages": json.dumps([BE, ASK, REPLY])}, [BE, ASK, REPLY]),
+        ({"prompt": "hi", "history": '[["a", "b"]]'}, [say("user", "a"), say("assistant", "b"), ASK]),
+        ({"conversations": {"from": ["human", "gpt"], "value": ["hi", "ho"]}}, [ASK, REPLY]),
+        ({"prompt": [BE, ASK], "response": "ho"}, [BE, ASK, REPLY]),
+        ({"prompt": "hi", "chosen": [REPLY]}, [ASK, REPLY]),
+        ({"prompt": '[{"role": "user"}]', "response": '{"content": "ho"}'},
+         [say("user", '[{"role": "user"}]'), say("assistant", '{"content": "ho"}')]),
+        ({"messages": [ASK, {"role": "assistant", "content": None, "function_call": json.dumps(CALL["function"])}]},
+         [ASK, say("assistant", "", tool_calls=[CALL])]),
+        ({"messages": [{"role": "user", "from": "human", "content": "hi", "value": ""}, REPLY]}, [ASK, REPLY]),
+        ({"request": json.dumps({"messages": [ASK]}), "response": json.dumps({"choices": [{"message": REPLY}]})},
+         [ASK, REPLY]),
+        ({"request": {"system": "be", "messages": [ASK]}, "response": {"role": "assistant", "content": [
+          {"type": "text", "text": "ho"}]}}, [BE, ASK, REPLY]),
     ],
 )  # fmt: skip
 def test_every_known_field_is_read(row: dict[str, Any], messages: list[Message]) -> None:
@@ -109,6 +129,10 @@ def test_every_known_field_is_read(row: dict[str, Any], messages: list[Message])
         ({"prompt": "hi", "chosen": "ho", "rejected": "no"}, ["rejected"]),
         ({"body": {"messages": [ASK], "model": "m", "max_tokens": 3, "chat_template_kwargs": {"a": 1}}},
          ["body.chat_template_kwargs"]),
+        ({"request": {"messages": [ASK]}, "response": {"choices": [{"message": REPLY}, {"message": BE}]}},
+         ["response.choices[1:]"]),
+        ({"request": {"messages": [ASK]}, "response": [{"delta": "h"}]}, ["response"]),
+        ({"request": {"messages": [ASK]}, "response": {"status_code": 500, "body": "overloaded"}}, []),
         ({"id": 3, "category": "a", "prompt": "hi", "empty": "", "none": None, "list": []}, []),
     ],
 )  # fmt: skip
@@ -130,6 +154,14 @@ def test_what_is_not_read_is_named(row: dict[str, Any], unread: list[str]) -> No
         ({"messages": [ASK, REPLY | {"train": "no"}]}, "train of a message must be 0 or 1"),
         ({"messages": [ASK, {"from": "function_call", "value": "weather()"}]}, "JSON"),
         ({"messages": [ASK, REPLY | {"tool_calls": 3}]}, "list of calls"),
+        ({"messages": [ASK, REPLY | {"reasoning": {"text": "hm"}}]}, "reasoning_content of a message must be text"),
+        ({"messages": [ASK, REPLY | {"thinking": ["hm"]}]}, "thinking of a message must be text"),
+        ({"messages": [ASK, REPLY | {"function_call": "auto"}]}, "JSON"),
+        ({"messages": [ASK, REPLY | {"function_call": 3}]}, "name and arguments"),
+        ({"messages": [ASK | {"from": "gpt"}]}, "has role 'user' and from 'gpt'"),
+        ({"messages": [ASK | {"value": "other"}]}, "has content 'hi' and value 'other'"),
+        ({"conversations": {"from": ["human", "gpt"], "value": ["hi"]}}, "must be a list of messages"),
+        ({"messages": "hi"}, "must be a list of messages"), ({"prompt": "hi", "tools": ["weather"]}, "definitions"),
     ],
 )  # fmt: skip
 def test_a_field_that_can_not_be_read_is_refused(row: dict[str, Any], problem: str) -> None:
@@ -229,6 +261,51 @@ def test_maps_of_a_table_are_objects(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     [found] = read(tmp_path / "a.parquet")
     assert found.messages[1]["tool_calls"] == [{"name": "a", "arguments": {"city": "Rome"}}]
+
+
+@pytest.mark.parametrize("write", [parquet, arrow])
+def test_values_that_json_lacks_are_texts_and_numbers(write: Callable[..., Path], tmp_path: Path) -> None:
+    """Catches a traceback of json.dumps, long after the row was read."""
+    tool = {"name": "f", "at": datetime.datetime(2020, 1, 1), "day": datetime.date(2020, 1, 1), "price": Decimal("1.5"),
+            "bytes": b"hi", "image": b"\xff\xfe"}  # fmt: skip
+    [row] = read(write(tmp_path / "a", [{"prompt": b"hi", "tools": [tool]}]))
+    assert row.messages == [ASK] and row.prompt_hash(answered=True)
+    assert row.tools == ({"name": "f", "at": "2020-01-01T00:00:00", "day": "2020-01-01", "price": 1.5, "bytes": "hi",
+                          "image": "fffe"},)  # fmt: skip
+
+
+def test_a_table_with_two_columns_of_a_name_is_refused(tmp_path: Path) -> None:
+    """Catches the second one in place of the first."""
+    pyarrow.parquet.write_table(pyarrow.table([pyarrow.array(["a"])] * 2, names=["prompt"] * 2), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="more than one column 'prompt'"):
+        read(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_what_is_no_data_is_named(ending: str, tmp_path: Path) -> None:
+    """Catches a pointer that trains or gives a parser's error, and a pipe that is read for ever."""
+    path = tmp_path / f"a{ending}"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 25834496\n")
+    with pytest.raises(DataError, match="Git LFS pointer"):
+        read(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DataError, match="not a regular file"):
+        read(path)
+
+
+def test_what_a_folder_has_besides_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Catches files that are left out in silence, an editor's copies that train, and a test split that does."""
+    for name in ("train.jsonl", "TEST.JSONL", ".ipynb_checkpoints/train-copy.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"prompt": "hi"}\n')
+    for name in ("README.md", "more.csv", "more.jsonl.gz"):
+        (tmp_path / name).write_text("x")
+    for _ in range(2):
+        assert len(read(tmp_path)) == 2
+    others, splits = caplog.messages
+    assert "2 files of" in others and "more.csv, more.jsonl.gz" in others
+    assert "several splits, test, train" in splits
 
 
 def test_a_saved_data_set_gives_its_split_or_says_which_there_are(tmp_path: Path) -> None:
@@ -372,11 +449,47 @@ def test_a_log_of_tools_is_replayed_with_them(tmp_path: Path) -> None:
     assert (call.body["tools"], call.answer) == ([WEATHER], "ho")
 
 
+@pytest.mark.parametrize(
+    "response",
+    [
+        "ho", json.dumps({"choices": [{"message": REPLY}]}), {"choices": [{"text": "ho"}]},
+        {"body": {"choices": [{"message": REPLY}]}}, {"role": "assistant", "content": [{"type": "text", "text": "ho"}]},
+    ],
+)  # fmt: skip
+def test_an_answer_in_a_log_is_found_however_it_is_written(response: Any, tmp_path: Path) -> None:
+    """Catches an answer that training finds and replay does not."""
+    row = {"request": json.dumps({"messages": [ASK]}), "response": response}
+    [call] = traces.read(jsonl(tmp_path / "log", [row])).calls()
+    assert (call.body, call.answer) == ({"messages": [ASK]}, "ho")
+
+
+def test_a_plan_reads_what_the_server_would(tmp_path: Path) -> None:
+    """Catches parts that are joined in another way, and calls and tools that are left out."""
+    parts: Any = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    used = [say("user", parts), say("assistant", "", tool_calls=[CALL]), say("tool", "19"), ASK]
+    path = jsonl(tmp_path / "log", [{"body": {"messages": used, "tools": [WEATHER]}, "t": 0.0}])
+    [question] = sample.draw(path, None, 1).questions
+    tokenizer = make_tokenizer(TOOLS)
+    body = ChatRequest.model_validate({"messages": used, "tools": [WEATHER]})
+    served = chat.tokens_of(body.messages, body.tools, None, tokenizer)
+    assert ids_of(question.prompt, tokenizer, 10_000, {}, tools=question.tools) == served
+    image = say("user", [{"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {"url": "x" * 9999}}])  # type: ignore[arg-type]
+    demand = of_log(jsonl(tmp_path / "image", [{"body": {"messages": [image]}, "t": 0.0}]), count=len)
+    assert demand.prompt_tokens == 2
+
+
 def test_a_task_has_the_system_text_of_its_row(tmp_path: Path) -> None:
     """Catches a task that is measured without what its users see first."""
     path = jsonl(tmp_path / "task", [{"system": "be", "conversations": [{"from": "human", "value": "hi"}]}])
     [prompt] = names.prompts(str(path), 5)
     assert prompt.messages() == [BE, ASK]
+
+
+def test_a_task_says_what_it_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Catches tools that are left out in silence, or in a line for each row."""
+    row = {"messages": [ASK, say("assistant", "", tool_calls=[CALL]), say("tool", "19")], "tools": [WEATHER]}
+    assert len(list(names.prompts(str(jsonl(tmp_path / "task", [row] * 3)), 5))) == 3
+    assert [message.split(" have ")[1].split(",")[0] for message in caplog.messages] == ["tools", "answers of tools"]
 
 
 # ── whatever comes ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,6 +12,7 @@ from outrider.data.sources.messages import SKIP
 from outrider.errors import DataError
 from outrider.storage.json_text import numbered_lines, parse_json
 from outrider.storage.trusted import regular
+from outrider.targets.files import unreadable
 
 
 class BatchAnswers:
@@ -21,6 +22,8 @@ class BatchAnswers:
         self._path = Path(path).expanduser()
         keys, offsets = array("Q"), array("Q")
         offset = 0
+        if (problem := unreadable(self._path)) is not None:
+            raise DataError(f"a source's answers: {problem}, or give another output file of the Batch")
         try:
             self._file = regular(self._path).open("rb")
             for number, line in numbered_lines(self._file):

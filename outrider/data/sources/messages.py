@@ -1,10 +1,10 @@
 """The messages of a row of a data set, a request log or a Batch file.
 
-A row has one of `messages`, `conversations` (ShareGPT), `turns`, `prompt` (with `response`), `instruction` (with
-`input` and `output`), `question`, `text`, and may have a `system` text, earlier turns (`history`) and `tools`.  Or it
-is a request to an OpenAI-compatible server (`body`, `request`) with its answer, if any (`response`), as in OpenAI's
-Batch files and the logs of proxies and `outrider serve`.  Unknown fields are reported, so that nothing is lost
-silently.
+A row has one of `messages`, `conversations` (ShareGPT), `conversation`, `turns`, `prompt` (with `response`),
+`instruction` (with `input` and `output`), `question`, `text`, and may have a `system` text, earlier turns (`history`)
+and `tools`.  Or it is a request to an OpenAI-compatible server (`body`, `request`) with its answer, if any
+(`response`), as in OpenAI's Batch files and the logs of proxies and `outrider serve`.  Unknown fields are reported, so
+that nothing is lost silently.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,10 +25,13 @@ ROLES = {
     "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool",
     "function_call": "assistant", "tool_call": "assistant",
 }  # fmt: skip
+ANSWERERS = tuple(name for name, role in ROLES.items() if role == "assistant")
 CALLERS = ("function_call", "tool_call")
 """Roles whose text is a tool call, or a list of them, as JSON."""
 EXTRAS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinking")
 """Other fields of a message that a chat template may use."""
+TEXTS = ("tool_call_id", "name", "reasoning_content", "thinking")
+"""Those of EXTRAS that are texts."""
 TRAINS = ("weight", "train", "training", "loss")
 """Fields that say whether a message trains: of OpenAI and Mistral, then Axolotl's two, then ms-swift's."""
 IDLE = ("id", "index", "type", "object", "created", "refusal", "annotations", "audio", "status")
@@ -122,15 +125,13 @@ class MessageReader:
 
 def _row_messages(fields: Fields, name: str, reader: MessageReader) -> list[Message]:
     """The conversation of a row of a data set."""
-    key, content = fields.first("messages", "conversations", "turns")
-    if key == "turns":
-        if not (isinstance(content, list) and all(isinstance(turn, str) for turn in content)):
-            raise DataError(f"{name}: turns must be a list of texts, got {content!r:.80}")
+    key, content = fields.first("messages", "conversations", "conversation", "turns")
+    content = _by_message(decoded(content)) if key else _prompted(fields)
+    is_texts = key == "turns" and not (isinstance(content, list) and all(isinstance(turn, Mapping) for turn in content))
+    if key and not (isinstance(content, list) and (not is_texts or all(isinstance(turn, str) for turn in content))):
+        raise DataError(f"{name}: {key} must be a list of {'texts' if is_texts else 'messages'}, got {content!r:.80}")
+    if is_texts:
         return [{"role": "user", "content": turn} for turn in content]
-    if key and not isinstance(content, list):
-        raise DataError(f"{name}: messages or conversations must be a list of messages, got {content!r:.80}")
-    if not key:  # TRL: prompt and answer are lists of messages
-        content = [message for key in ("prompt", *ANSWERS) for message in _messages_under(fields, key)]
     if content:
         return [reader.message(message, name) for message in content]
     key, question = fields.first(*QUESTIONS)
@@ -147,20 +148,48 @@ def _row_messages(fields: Fields, name: str, reader: MessageReader) -> list[Mess
     return [prompt, {"role": "assistant", "content": answer}] if answer else [prompt]
 
 
-def _messages_under(fields: Fields, key: str) -> list[Any]:
-    """The messages in a field; empty if it has none, and for a second answer."""
-    messages = fields.row.get(key)
-    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
-        return []
-    if not messages or (key != "prompt" and fields.used & set(ANSWERS)):
-        return []
-    fields.used.add(key)
-    return messages
+def _by_message(content: Any) -> Any:
+    """A list of messages, of a list for each of their fields, as `datasets` stores them."""
+    columns = list(content.values()) if isinstance(content, Mapping) else []
+    if not columns or not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
+        return content
+    return [dict(zip(content, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def _prompted(fields: Fields) -> list[Any]:
+    """The conversation of a row in which the prompt, the answer or both are messages, as in TRL; empty if neither is.
+
+    An answer that begins with a question of its own repeats the prompt.
+    """
+    prompt, answer = _messages_under(fields, "prompt"), _messages_under(fields, *ANSWERS)
+    if prompt and not answer and (text := fields.text(*ANSWERS)):
+        answer = [{"role": "assistant", "content": text}]
+    elif answer and not prompt and _filled(answer[0], "role", "from") in ANSWERERS:
+        prompt = [{"role": "user", "content": fields.text(*QUESTIONS)}]
+    return prompt + answer
+
+
+def _messages_under(fields: Fields, *keys: str) -> list[Any]:
+    """The messages in the first of these fields that has any."""
+    for key in keys:
+        messages = fields.row.get(key)
+        if messages and isinstance(messages, list) and all(isinstance(message, Mapping) for message in messages):
+            fields.used.add(key)
+            return messages
+    return []
+
+
+def decoded(value: Any) -> Any:
+    """The list or object that a text spells as JSON, as in data sets with one type per column; else the value."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        with suppress(ValueError, RecursionError):
+            return parse_json(value)
+    return value
 
 
 def _history(fields: Fields, name: str, reader: MessageReader) -> list[Message]:
     """Earlier turns of a row: pairs of question and answer, as in Alpaca's rows, or messages."""
-    _, history = fields.first("history")
+    history = decoded(fields.first("history")[1])
     if history is None:
         return []
     messages: list[Message] = []
@@ -202,9 +231,8 @@ def _tools(fields: Fields, name: str) -> tuple[Tool, ...]:
     Raises DataError if they are not a list of definitions.
     """
     key, tools = fields.first("tools", "functions")
-    if isinstance(tools, str):  # data sets with one type per column
-        with suppress(ValueError):
-            tools = parse_json(tools)
+    tools = decoded(tools)
+    tools = list(map(decoded, tools)) if isinstance(tools, list) else tools
     fields.used.add("tool_choice")
     if not tools or fields.row.get("tool_choice") == "none":
         return ()
@@ -221,12 +249,17 @@ def message_of(message: Any, name: str) -> Message:
     Text parts are joined as the server joins them; null content becomes empty if the message calls tools or thinks.
     """
     fields = message if isinstance(message, Mapping) else {}
-    role = _filled(fields, "role", "from")
-    content = next((fields[key] for key in ("content", "value") if fields.get(key) is not None), None)
+    role, content = _only(fields, name, "role", "from"), _only(fields, name, "content", "value")
     extras = {key: fields[key] for key in EXTRAS if fields.get(key) not in (None, [], "")}
-    if isinstance(thoughts := fields.get("reasoning"), str) and thoughts:  # vLLM's newer name
+    if thoughts := fields.get("reasoning"):  # vLLM's newer name
         extras.setdefault("reasoning_content", thoughts)
-    if isinstance(called := fields.get("function_call"), Mapping):  # OpenAI's older name
+    for key in extras.keys() & set(TEXTS):
+        if not isinstance(extras[key], str):
+            raise DataError(f"{name}: {key} of a message must be text, got {extras[key]!r:.80}; {SKIP}")
+    if called := fields.get("function_call"):  # OpenAI's older name
+        called = _calls(called, name)[0] if isinstance(called, str) else called
+        if not isinstance(called, Mapping):
+            raise DataError(f"{name}: function_call must have a name and arguments, got {called!r:.80}; {SKIP}")
         extras.setdefault("tool_calls", [{"type": "function", "function": dict(called)}])
     if role in CALLERS and isinstance(content, str):
         extras["tool_calls"], content = _calls(content, name), ""
@@ -246,6 +279,16 @@ def message_of(message: Any, name: str) -> Message:
 
 def _filled(fields: Mapping[str, Any], *keys: str) -> Any:
     return next((fields[key] for key in keys if fields.get(key) not in (None, "")), None)
+
+
+def _only(fields: Mapping[str, Any], name: str, key: str, other: str) -> Any:
+    """The value under two names for one thing.  Raises DataError if both are set and differ."""
+    values = [fields[each] for each in (key, other) if fields.get(each) is not None]
+    filled = [value for value in values if value != ""] or values
+    roles = [ROLES.get(value, value) if key == "role" and isinstance(value, str) else value for value in filled]
+    if len(roles) == 2 and roles[0] != roles[1]:
+        raise DataError(f"{name}: a message has {key} {filled[0]!r:.40} and {other} {filled[1]!r:.40}; leave one out")
+    return filled[0] if filled else None
 
 
 def _weight(fields: Mapping[str, Any], role: str, name: str) -> dict[str, int]:
@@ -327,27 +370,53 @@ def _request_messages(fields: Fields, row: Mapping[str, Any], name: str, reader:
     if any(isinstance(message.get("content"), Mapping) for message in content):
         raise DataError(f"{name}: this log is redacted, its texts are gone; give a log with texts")
     messages = _with_system(fields, [reader.message(message, name) for message in content], name)
-    if messages[-1]["role"] != "assistant" and (answer := answer_of(row, name)) is not None:
-        messages.append(answer)
+    if messages[-1]["role"] != "assistant":
+        answer = answer_of(row, name)
+        messages += [] if answer is None else [answer]
+        reader.unread += _unread_answers(row, answer)
     return messages
 
 
 def answer_of(row: Mapping[str, Any], name: str) -> Message | None:
     """The answer in a row of a log or a Batch's output; None if it has none or the request failed."""
-    response, meta = row.get("response"), row.get("meta")
-    status = response.get("status_code") if isinstance(response, Mapping) else None
-    if row.get("error") or (isinstance(status, int) and status >= 400):
+    meta = row.get("meta")
+    if _has_failed(row):
         return None
     if isinstance(meta, Mapping) and isinstance(meta.get("answer"), str):
         return {"role": "assistant", "content": meta["answer"]}
-    if isinstance(response, str):
-        return {"role": "assistant", "content": response}
-    if not isinstance(response, Mapping):
+    body = answered(row)
+    if isinstance(body, str):
+        return {"role": "assistant", "content": body}
+    if not isinstance(body, Mapping):
         return None
-    body = response.get("body", response)
+    choices = body.get("choices")
+    if isinstance(choices, list) and choices and isinstance(choices[0], Mapping):
+        if isinstance(choices[0].get("text"), str):
+            return {"role": "assistant", "content": choices[0]["text"]}
+        return message_of({"role": "assistant"} | dict(choices[0].get("message") or {}), name)
+    if body.get("role") == "assistant" and body.get("content"):  # a message, as Anthropic's servers send it
+        return message_of({key: body[key] for key in body.keys() & {"role", "content", *EXTRAS}}, name)
+    return None
+
+
+def _has_failed(row: Mapping[str, Any]) -> bool:
+    response = row.get("response")
+    status = response.get("status_code") if isinstance(response, Mapping) else None
+    return bool(row.get("error")) or (isinstance(status, int) and status >= 400)
+
+
+def answered(row: Mapping[str, Any]) -> Any:
+    """What a server answered, without its envelope; a text stays one unless it spells a server's JSON."""
+    response = row.get("response")
+    body = response.get("body", response) if isinstance(response, Mapping) else response
+    spelled = decoded(body)
+    return spelled if isinstance(spelled, Mapping) and "choices" in spelled else body
+
+
+def _unread_answers(row: Mapping[str, Any], answer: Message | None) -> list[str]:
+    """Names of what a log's row has of answers and is not read."""
+    body = answered(row)
+    if answer is None:
+        return ["response"] if body and not _has_failed(row) else []
     choices = body.get("choices") if isinstance(body, Mapping) else None
-    if not (isinstance(choices, list) and choices and isinstance(choices[0], Mapping)):
-        return None
-    if isinstance(choices[0].get("text"), str):
-        return {"role": "assistant", "content": choices[0]["text"]}
-    return message_of({"role": "assistant"} | dict(choices[0].get("message") or {}), name)
+    return ["response.choices[1:]"] if isinstance(choices, list) and len(choices) > 1 else []

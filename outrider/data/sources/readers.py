@@ -9,7 +9,9 @@ import codecs
 import functools
 import itertools
 import json
+import logging
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -26,6 +28,9 @@ from outrider.errors import DataError
 from outrider.hub import missing_path
 from outrider.storage.json_text import parse_json
 from outrider.storage.trusted import regular
+from outrider.targets.files import unreadable
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -37,6 +42,11 @@ SHORT, LONG = 240, 600
 """Characters of a prompt to train on, short since prompts cost time and don't train, and of other prompts."""
 ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
 TABLES = (".parquet", ".arrow")
+ABOUT = ("", ".md", ".py", ".yaml", ".yml")
+"""Endings of files that describe a data set."""
+SPLIT = re.compile("train|test|valid|dev|eval")
+NAMED = 3
+"""Files that a warning names."""
 MIB = 2**20
 ROW_BYTES = 64 * MIB
 """Maximum bytes of a row; a longer one means that the file is damaged."""
@@ -91,20 +101,48 @@ def files_of(source: Source) -> list[Path]:
         return [path]
     if (saved := tables.saved_files(path, source.split)) is not None:
         return saved
-    files = sorted(file for file in path.rglob("*") if file.suffix in ENDINGS and file.is_file())
+    inside = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path)))
+    files = [file for file in inside if file.suffix.lower() in ENDINGS]
     if not files:
         raise DataError(f"{path} has no file of prompts; give files that end in {', '.join(ENDINGS)}")
+    _warn_of_others(path, files, [file for file in inside if file.suffix.lower() not in (*ENDINGS, *ABOUT)])
     return files
 
 
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+@functools.lru_cache(64)
+def _warn_once(message: str) -> None:
+    log.warning("%s", message)
+
+
+def _warn_of_others(folder: Path, files: list[Path], others: list[Path]) -> None:
+    """Log once which files of a folder are not read, and that those of several splits are."""
+    if others:
+        names = ", ".join(str(file.relative_to(folder)) for file in others[:NAMED])
+        _warn_once(
+            f"{len(others)} files of {folder} are not read, such as {names}; those that are end in {', '.join(ENDINGS)}"
+        )
+    splits = {match[0] for file in files if (match := SPLIT.match(file.name.lower()))}
+    if len(splits) > 1:
+        _warn_once(
+            f"{folder} has files of several splits, {', '.join(sorted(splits))}, and all are read; name one file"
+        )
+
+
 def _of_file(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[Row]:
-    if path.suffix not in ENDINGS:
+    kind = path.suffix.lower()
+    if kind not in ENDINGS:
         raise DataError(f"{path} is of an unknown kind; give a file that ends in {', '.join(ENDINGS)}")
-    if path.suffix in TABLES:
+    if (problem := unreadable(path)) is not None:
+        raise DataError(problem)
+    if kind in TABLES:
         return tables.rows_of(path)
-    if path.suffix == ".txt":
+    if kind == ".txt":
         return _rows_by_line(path, skip_bad, skipped, _prompt_line)
-    if path.suffix == ".jsonl":
+    if kind == ".jsonl":
         return _rows_by_line(path, skip_bad, skipped, _json_line)
     return _json(path, skip_bad, skipped)
 
@@ -335,7 +373,7 @@ def _hub(source: Source, seed: int) -> Iterator[Row]:
     loaded = data_set(source, seed)
     try:
         for number, row in enumerate(loaded):
-            yield f"{source.name}[{number}]", tables.without_nulls(row)
+            yield f"{source.name}[{number}]", tables.plain_row(row)
     except (OSError, ValueError, ConnectionError) as error:
         raise _unreachable(source, error) from None
 

@@ -6,7 +6,10 @@ fields were never in the row and are removed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +33,52 @@ def rows_of(path: Path) -> Iterator[tuple[str, Any]]:
     number = 0
     try:
         regular(path)
-        for batch in _parquet(path) if path.suffix == ".parquet" else _arrow(path):
+        for batch in _parquet(path) if path.suffix.lower() == ".parquet" else _arrow(path):
             batch.validate(full=True)  # an invalid offset would end the process
             for start in range(0, batch.num_rows, BATCH):
                 for row in batch.slice(start, BATCH).to_pylist(maps_as_pydicts="strict"):
-                    yield f"{path.name}[{number}]", without_nulls(row)
+                    yield f"{path.name}[{number}]", plain_row(row)
                     number += 1
-    except (OSError, KeyError, MemoryError, UnicodeDecodeError, pyarrow.ArrowException) as error:
+    except (OSError, KeyError, ValueError, MemoryError, pyarrow.ArrowException) as error:
         raise DataError(
             f"{path} can't be read after row {number}: {error}; copy the file again, or leave it out"
         ) from None
+
+
+def plain_row(row: Any) -> Any:
+    """A row of a table as it was before: without null fields, and with the types that JSON has."""
+    return _plain(without_nulls(row))
+
+
+def _plain(value: Any) -> Any:
+    """A table's value as JSON has it: times as in ISO 8601, decimals as numbers, bytes as text."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, bytes):
+        with suppress(UnicodeDecodeError):
+            return value.decode()
+        return value.hex()
+    if isinstance(value, Decimal):
+        return float(value)
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
 def _parquet(path: Path) -> Iterator[Any]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path, thrift_string_size_limit=MOST, thrift_container_size_limit=MOST) as file:
+        _refuse_repeated(file.schema_arrow.names)
         yield from file.iter_batches(batch_size=BATCH, use_threads=False)  # a thread could not report a lack of memory
+
+
+def _refuse_repeated(columns: list[str]) -> None:
+    """Raises ValueError for two columns of one name, of which a row would have only the last."""
+    if repeated := sorted(name for name, count in Counter(columns).items() if count > 1):
+        raise ValueError(f"it has more than one column {repeated[0]!r}")
 
 
 def _arrow(path: Path) -> Iterator[Any]:
@@ -59,7 +91,10 @@ def _arrow(path: Path) -> Iterator[Any]:
         except pyarrow.ArrowInvalid:
             file.seek(0)
             batches = pyarrow.ipc.open_file(file)
+            _refuse_repeated(batches.schema.names)
             reader = (batches.get_batch(number) for number in range(batches.num_record_batches))
+        else:
+            _refuse_repeated(reader.schema.names)
         yield from reader
 
 

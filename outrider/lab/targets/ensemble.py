@@ -22,7 +22,7 @@ import functools
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Never
 
@@ -281,9 +281,9 @@ class EnsembleTarget:
         """Greedy decoding with what the first member's generation_config asks for."""
         return greedy_sampling(self.members[0].model, self.ends, self.spec.vocabulary, prompt, max_new_tokens)
 
-    def encode(self, prompt: Any, thinking: bool | None = None) -> list[int]:
+    def encode(self, prompt: Any, thinking: bool | None = None, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Token ids by the first member's tokenizer."""
-        return self.members[0].encode(prompt, thinking)
+        return self.members[0].encode(prompt, thinking, tools)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.members[0].decode(tokens)

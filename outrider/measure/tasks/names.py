@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,14 +212,18 @@ def listed(data: str | Path | None = None) -> list[dict[str, Any]]:
 
 
 def _of_file(path: str, most: int) -> Iterator[Prompt]:
+    without = Counter[str]()
     for conversation in read(Source(conversations=path, count=most)):
-        by_role = {
-            role: [m["content"] for m in conversation.messages if m["role"] == role] for role in ("system", "user")
-        }
-        system = "\n\n".join(by_role["system"]) or None
-        if conversation.tools:
-            log.warning("%s offers tools, which prompts of a file do without", conversation.place)
-        yield Prompt(conversation.id, tuple(by_role["user"]), system, group=conversation.group)
+        texts: dict[str, list[str]] = defaultdict(list)
+        for message in conversation.messages:
+            texts[message["role"]].append(message["content"])
+        without.update(
+            name for name, lost in (("tools", conversation.tools), ("answers of tools", texts["tool"])) if lost
+        )
+        system = "\n\n".join(texts["system"]) or None
+        yield Prompt(conversation.id, tuple(texts["user"]), system, group=conversation.group)
+    for name, count in without.items():
+        log.warning("%d prompts of %s have %s, which are left out: only texts are measured", count, path, name)
 
 
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

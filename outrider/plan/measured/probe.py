@@ -159,9 +159,9 @@ def encode(target: TransformersTarget, questions: Sequence[Question]) -> tuple[l
     for question in questions:
         prompt: Any = question.prompt
         if not isinstance(prompt, str) and not has_template:
-            prompt = "\n".join(message["content"] for message in prompt)
+            prompt = "".join(message["content"] for message in prompt)
         try:
-            tokens = target.encode(prompt)
+            tokens = target.encode(prompt, tools=question.tools)
         except DataError:
             refused += 1
             continue

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, DataError
 from outrider.sampling.settings import Sampling
+from outrider.targets.text.parts import text_of
 from outrider.traffic.logs import traces
 from outrider.traffic.logs.calls import Call
 from outrider.traffic.logs.categories import Category, Messages, category_of
@@ -31,6 +32,8 @@ class Question(NamedTuple):
     prompt: str | Messages
     new_tokens: int
     sampling: Sampling
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Offered to the model."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ def _questions(
             continue
         category = category_of(prompt, call.body)
         categories[category] += 1
-        yield Question(number, category, prompt, _new_tokens(call), sampling)
+        tools = tuple(call.body.get("tools") or ()) if call.body.get("tool_choice") != "none" else ()
+        yield Question(number, category, prompt, _new_tokens(call), sampling, tools)
 
 
 def _rank(seed: int, question: Question) -> bytes:
@@ -92,15 +96,10 @@ def _prompt(body: Mapping[str, Any]) -> str | Messages | None:
         prompt = body.get("prompt")
         prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
         return prompt if isinstance(prompt, str) else None
-    messages = []
-    for message in body["messages"]:
-        content = message.get("content")
-        if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            content = "".join(str(part.get("text")) for part in content)
-        if not isinstance(content, str) or message.get("tool_calls"):
-            return None
-        messages.append({"role": message["role"], "content": content})
-    return messages
+    try:
+        return [{**message, "content": text_of(message.get("content"))} for message in body["messages"]]
+    except DataError:
+        return None
 
 
 def _new_tokens(call: Call) -> int:

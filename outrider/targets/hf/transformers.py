@@ -372,15 +372,16 @@ class TransformersTarget(Passes):
             for row, start in zip(rows, starts, strict=True):
                 cache.lengths[row] = start
 
-    def encode(self, prompt: Any, thinking: bool | None = None) -> list[int]:
+    def encode(self, prompt: Any, thinking: bool | None = None, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Token ids of a text or of chat messages (through the chat template); token ids are returned unchanged.
 
         Ids may be a list, an array, or what a tokenizer returns.
         thinking: passed to the template as `enable_thinking` unless None; templates without it ignore it.
+        tools: passed to the template.
         Raises DataError for an empty prompt, ids outside the vocabulary, text without a tokenizer, messages that the
         template refuses, or anything that is not a prompt.
         """
-        return ids_of(prompt, self.tokenizer, self.spec.vocabulary, self._media, thinking)
+        return ids_of(prompt, self.tokenizer, self.spec.vocabulary, self._media, thinking, tools)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of these ids, without special tokens; empty without a tokenizer."""

@@ -369,8 +369,8 @@ class TensorParallelTarget:
     def default_sampling(self, prompt: Sequence[int], max_new_tokens: int) -> Sampling:
         return self._part.default_sampling(prompt, max_new_tokens)
 
-    def encode(self, prompt: Any, thinking: bool | None = None) -> list[int]:
-        return self._part.encode(prompt, thinking)
+    def encode(self, prompt: Any, thinking: bool | None = None, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        return self._part.encode(prompt, thinking, tools)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._part.decode(tokens)

@@ -64,8 +64,9 @@ def is_chat(prompt: Prompt) -> bool:
 
 
 def ids_of(
-    prompt: Any, tokenizer: Any, vocabulary: int, media: Mapping[int, str], thinking: bool | None = None
-) -> list[int]:
+    prompt: Any, tokenizer: Any, vocabulary: int, media: Mapping[int, str], thinking: bool | None = None,
+    tools: chat.Tools = (),
+) -> list[int]:  # fmt: skip
     """As `TransformersTarget.encode`, with its errors.  media: placeholder ids of images, videos or audio."""
     plain = single(prompt)
     if not plain or isinstance(plain[0], int):
@@ -73,21 +74,21 @@ def ids_of(
     if tokenizer is None:
         raise DataError("this target was loaded without a tokenizer: pass prompts as lists of token ids")
     try:
-        return _checked(_encoded(plain, tokenizer, thinking), vocabulary, media, tokenizer)
+        return _checked(_encoded(plain, tokenizer, thinking, tools), vocabulary, media, tokenizer)
     except DataError:
         raise
     except (TypeError, ValueError, LookupError) as error:
         raise DataError(f"the tokenizer can't read the prompt {prompt!r}: {first_line(error)}; correct it") from error
 
 
-def _encoded(prompt: Any, tokenizer: Any, thinking: bool | None) -> list[int]:
+def _encoded(prompt: Any, tokenizer: Any, thinking: bool | None, tools: chat.Tools) -> list[int]:
     """Token ids of a text or of chat messages, by the tokenizer."""
     if isinstance(prompt, str):
         return encoded(prompt, tokenizer)
     if tokenizer.chat_template is None:
         raise DataError("the tokenizer has no chat template: pass the prompt as one text instead of chat messages")
     options = {} if thinking is None else {"enable_thinking": thinking}
-    return chat.rendered(tokenizer, prompt, (), options, add_generation_prompt=True)
+    return chat.rendered(tokenizer, prompt, tools, options, add_generation_prompt=True)
 
 
 def encoded(text: str, tokenizer: Any) -> list[int]:

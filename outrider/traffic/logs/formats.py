@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from outrider.data.sources.messages import read_row
+from outrider.data.sources.messages import answer_of, answered, decoded, read_row
 from outrider.errors import DataError
 from outrider.traffic.logs.calls import Call, checked_body, length_of, seconds_of, synthetic_call
 from outrider.traffic.logs.redaction import unredacted
@@ -34,7 +34,7 @@ def format_of(row: Mapping[str, Any]) -> str | None:
             return "mooncake" if not row.get("hash_ids") or _is_block(row, 512) else "timed"
         except UNREADABLE:  # reported when the row is read
             return "mooncake"
-    if isinstance(row.get("request"), dict) or ("body" in row and "response" in row):
+    if isinstance(decoded(row.get("request")), dict) or ("body" in row and "response" in row):
         return "gateway"
     if "body" in row:
         return "openai-batch" if "url" in row or "custom_id" in row else "outrider"
@@ -84,14 +84,13 @@ def _raw(row: Any, name: str) -> list[Call]:
 
 def _gateway(row: Any, name: str) -> list[Call]:
     """Logs of proxies: request, response and time."""
-    request = row.get("request", row.get("body"))
-    response = row.get("response") or {}
-    response = response.get("body", response) if isinstance(response, dict) else {}
-    choice = (response.get("choices") or [{}])[0]
-    answer = (choice.get("message") or {}).get("content", choice.get("text"))
-    tokens = (response.get("usage") or {}).get("completion_tokens")
+    request, response = decoded(row.get("request", row.get("body"))), answered(row)
+    message = answer_of(row, "the row")
+    usage = response.get("usage") if isinstance(response, dict) else None
+    tokens = usage.get("completion_tokens", usage.get("output_tokens")) if isinstance(usage, dict) else None
     request_id = str(row.get("id", row.get("request_id", name)))
-    body = checked_body(request.get("body", request))
+    body = checked_body(decoded(request.get("body", request)) if isinstance(request, dict) else request)
+    answer = None if message is None else message["content"]
     return [Call(body, request_id, _time(row), _session(row), tokens, answer=answer)]
 
 
