@@ -34,8 +34,9 @@ def masked(text: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of another library's error, for use in a message."""
-    return str(error).strip().split("\n")[0]
+    """The first line of another library's error, for use in a message; with the next one if that is only announced."""
+    first, _, rest = str(error).strip().partition("\n")
+    return f"{first} {rest.strip().partition(chr(10))[0].strip()}" if first.endswith(":") and rest.strip() else first
 
 
 LONGEST_MESSAGE = 4000

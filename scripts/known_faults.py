@@ -1590,7 +1590,7 @@ FAULTS = [
     ),
     fault(
         "a library that another user wrote is run",
-        ("executable", "if status.st_uid not in (os.getuid(), 0):", "if status.st_uid < 0:"),
+        ("own_file", "if status.st_uid not in (os.getuid(), 0):", "if status.st_uid < 0:"),
     ),
     # diagnosis
     fault(

@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,21 +16,38 @@ from rich.text import Text
 from safetensors.torch import save_file
 from tiny import folder, talker
 
-from outrider import checkpoint, cli, config, kernels
+from outrider import checkpoint, cli, config, generation, kernels, load_drafter, load_target, machine
 from outrider.cli import console
 from outrider.client.asynchronous import AsyncClient
 from outrider.client.sending.resources import base_of
+from outrider.costs.stored import RunnerSeconds, StoredCosts
 from outrider.drafters import find
-from outrider.errors import LONGEST_MESSAGE, CheckpointError, ConfigError, DataError, ExportError, NotCompiled
+from outrider.errors import (
+    LONGEST_MESSAGE,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ExportError,
+    NotCompiled,
+    TargetError,
+)
 from outrider.fast import Graph
+from outrider.fast.packages import background, shelf
+from outrider.fast.packages.key import fingerprint
 from outrider.formats import folder as folders
+from outrider.machine import measurements
+from outrider.plan.measured import timings
 from outrider.report.tables import SummaryTable
 from outrider.storage import trusted
 from outrider.storage.json_text import parse_json
+from outrider.targets import catalog
+from outrider.targets.hf.proof import capabilities
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.traffic.address import address_of
 
 __all__ = ["folder", "talker"]
+
+AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
 
 # ── what is run ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -44,9 +62,9 @@ def library(tmp_path: Path) -> Path:
 
 
 def test_code_that_only_its_user_writes_is_run(library: Path) -> None:
-    assert trusted.executable(library) == library
+    assert trusted.own_file(library) == library
     (library.parent / "link.so").symlink_to(library)
-    assert trusted.executable(library.parent / "link.so")
+    assert trusted.own_file(library.parent / "link.so")
 
 
 @pytest.mark.parametrize("planted", ["file", "folder", "above", "pipe"])
@@ -59,10 +77,10 @@ def test_code_that_others_may_write_is_not_run(library: Path, planted: str) -> N
         place = {"file": library, "folder": library.parent, "above": library.parent.parent}[planted]
         place.chmod(0o777)
     with pytest.raises(OSError, match="written by others|not a regular file"):
-        trusted.executable(library)
+        trusted.own_file(library)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
+@AS_ROOT
 @pytest.mark.parametrize("planted", ["file", "folder", "target"])
 def test_code_of_another_user_is_not_run(library: Path, planted: str) -> None:
     """Catches a folder, a file, or a link to a file that belongs to somebody else."""
@@ -73,7 +91,7 @@ def test_code_of_another_user_is_not_run(library: Path, planted: str) -> None:
         given.symlink_to(library)
     os.chown(place, 1234, 1234)
     with pytest.raises(OSError, match="another user"):
-        trusted.executable(given)
+        trusted.own_file(given)
     if planted == "folder":
         with pytest.raises(OSError, match="another user"):
             trusted.private_folder(place)
@@ -93,6 +111,86 @@ def test_a_cache_is_made_private(tmp_path: Path) -> None:
     place.mkdir(mode=0o777)
     place.chmod(0o777)
     assert trusted.private_folder(place).stat().st_mode & 0o777 == 0o700
+
+
+# ── the cache ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def figures(path: Path) -> bool:
+    path.write_text(json.dumps({"ms": {"way": {"ms": 1.0}}, "processes": 3}))
+    return measurements._read(path) is not None
+
+
+def costs(path: Path) -> bool:
+    stored = StoredCosts(path)
+    stored.write({"plain": RunnerSeconds({(1, 1): 0.5}, {})})
+    return bool(stored.read())
+
+
+def selftest(path: Path) -> bool:
+    path.write_text('{"masks": "none", "selftest": null}')
+    return capabilities._load(path) is not None
+
+
+def checked(path: Path) -> bool:
+    package = path.with_suffix(".pt2")
+    package.write_bytes(b"code")
+    shelf.note_checked(package)
+    return shelf.was_checked(package)
+
+
+def model(path: Path) -> bool:
+    (path.parent / catalog.FILES).write_text(json.dumps(catalog._stats(path.parent)))
+    return catalog._is_whole(path.parent)
+
+
+@pytest.mark.parametrize("stored", [figures, costs, selftest, checked, model])
+@pytest.mark.parametrize("planted", ["nobody", "others", pytest.param("user", marks=AS_ROOT)])
+def test_what_others_may_write_is_not_believed(
+    stored: Callable[[Path], bool], planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Catches a self-test, a package's check, times or a model that another user of a shared folder wrote."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    if planted == "others":
+        tmp_path.chmod(0o777)
+    elif planted == "user":
+        os.chown(tmp_path, 1234, 1234)
+    assert stored(trusted.private_folder(tmp_path / "kept") / "one.json") == (planted == "nobody")
+    assert bool(caplog.messages) == (planted != "nobody")
+    assert all(re.search("written by others|another user", message) for message in caplog.messages)
+
+
+def test_what_another_version_stored_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a choice between paths, their times, an allowance or a package that an older release made."""
+    target = load_target("demo", compile=False)
+    drafter = load_drafter("ngram", target)
+    places = lambda: {
+        machine._place("a question"), generation.stored_costs(target, drafter).path, timings.place(target),
+        fingerprint(target.model),
+    }  # fmt: skip
+    now = places()
+    for other in ((), ("0.0.1", *machine._versions()[1:]), (*machine._versions()[:1], "4.0.0")):
+        monkeypatch.setattr(machine, "_versions", lambda other=other: other)
+        assert not now & places()
+        monkeypatch.undo()
+    assert now == places()
+
+
+@pytest.mark.parametrize("place", ["/dev/null/cache", "/proc/cache"])
+def test_a_cache_that_can_not_be_written_costs_speed_alone(
+    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a traceback in place of plain steps, or of a sentence where nothing works without the folder."""
+    monkeypatch.setenv("OUTRIDER_CACHE", place)
+    monkeypatch.delenv("OUTRIDER_COMPILE", raising=False)
+    target = load_target("demo")
+    with pytest.raises(NotCompiled, match="can't be stored"):
+        target.compile()
+    background.build([target.step], "demo", None)
+    assert "steps stay plain, since packages can't be stored" in caplog.text
+    with pytest.raises(TargetError, match="set OUTRIDER_CACHE"):
+        catalog.smollm2()
 
 
 # ── what is read ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -40,7 +40,7 @@ class StoredCosts:
     def read(self) -> dict[str, RunnerSeconds]:
         """Empty if the file is missing or damaged."""
         try:
-            stored = json.loads(self.path.read_text(encoding="utf-8"))
+            stored = json.loads(cache.read(self.path))
             return {
                 runner: RunnerSeconds(_read(parts["passes"]), _read(parts["drafts"]))
                 for runner, parts in stored.items()

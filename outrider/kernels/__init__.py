@@ -166,7 +166,7 @@ def shared_library(path: Path, commands: Iterable[Sequence[str]]) -> Path:
     """
     trusted.private_folder(path.parent)
     if path.exists():
-        return trusted.executable(path)
+        return trusted.own_file(path)
     tool = compiler()
     if tool is None:
         raise OSError("there is no C++ compiler; install g++")

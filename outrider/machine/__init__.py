@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -192,14 +193,24 @@ def describe(device: torch.device | str = "cpu") -> str:
 
 
 def identity() -> tuple[object, ...]:
-    """What speed depends on: processor, torch, its settings, threads."""
+    """What speed depends on: versions, processor, torch's settings, threads."""
     mkldnn = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
     chosen = {
         name: value for name, value in os.environ.items() if name.startswith(("ONEDNN_", "DNNL_", "MKL_ENABLE", "KMP_"))
     }
     capability = torch.backends.cpu.get_cpu_capability()
     machine = (platform.machine(), cpu_name(), cpu_flags(), capability, mkldnn, sorted(chosen.items()), cpu_share())
-    return (torch.__version__, torch.get_num_threads(), *machine)
+    return (torch.__version__, *_versions(), torch.get_num_threads(), *machine)
+
+
+@functools.cache
+def _versions() -> tuple[str, ...]:
+    """Of the packages whose code runs, as far as they are installed."""
+    versions = []
+    for package in ("outrider", "transformers"):
+        with suppress(PackageNotFoundError):
+            versions.append(version(package))
+    return tuple(versions)
 
 
 def cpu_name() -> str:

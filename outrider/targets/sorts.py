@@ -18,4 +18,7 @@ def special(name: str) -> tuple[ModuleType, Any] | None:
     """
     sorts = [SORTS.find(sort) for sort in SORTS.all()]
     described = ((sort, sort.described(name)) for sort in sorts if "described" in vars(sort))
-    return next((each for each in described if each[1] is not None), None)
+    try:
+        return next((each for each in described if each[1] is not None), None)
+    except OSError:  # no file can have this name, which whoever reads it says
+        return None

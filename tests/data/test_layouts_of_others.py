@@ -132,6 +132,7 @@ def test_every_known_field_is_read(row: dict[str, Any], messages: list[Message])
         ({"request": {"messages": [ASK]}, "response": {"choices": [{"message": REPLY}, {"message": BE}]}},
          ["response.choices[1:]"]),
         ({"request": {"messages": [ASK]}, "response": [{"delta": "h"}]}, ["response"]),
+        ({"request": {"messages": [ASK]}, "response": {"choices": [{"message": "ho"}]}}, ["response"]),
         ({"request": {"messages": [ASK]}, "response": {"status_code": 500, "body": "overloaded"}}, []),
         ({"id": 3, "category": "a", "prompt": "hi", "empty": "", "none": None, "list": []}, []),
     ],

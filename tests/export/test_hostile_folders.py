@@ -169,7 +169,7 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "a quantised model": ("small_model", _config(quantization_config={"quant_method": "awq"}), "has a "
     "quantization_config"),
     "a key that is there twice": ("dflash", _twice, "'block_size' is in it twice"),
-    "a pipe for a config": ("dflash", _pipe, "it is not a file"),
+    "a pipe for a config": ("dflash", _pipe, "is not a regular file"),
     "deep nesting": (
         "dflash",
         lambda folder: (folder / "config.json").write_text('{"a":' + "[" * 99_999 + "]" * 99_999 + "}") and None,

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,49 @@ def test_a_damaged_file_is_named_wherever_a_folder_is_read(how: str, tmp_path: P
     for read in (load_target, sketch, anatomy, checkpoint):
         with pytest.raises(TargetError, match=said if how != "empty" else "is empty"):
             read(str(folder))
+
+
+NO_FILES = [("folder", "model.safetensors")]
+NO_FILES += [
+    (kind, name) for kind in ("pipe", "link") for name in ("model.safetensors", "tokenizer.json", "config.json")
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), NO_FILES)
+def test_what_is_no_file_is_named(kind: str, name: str, tmp_path: Path) -> None:
+    """Catches weights that are read for ever, and a link to nowhere that passes for no weights."""
+    path = copied(tmp_path / "target") / name
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("nowhere")
+    for read in (load_target, sketch, anatomy):
+        with pytest.raises(TargetError, match=f"{name} can't be read: (it is not a regular file|No such file)"):
+            read(str(path.parent))
+
+
+@pytest.mark.parametrize("fields", [
+    {"quantization_config": "fp8"}, {"quantization_config": ["fp8"]}, {"quantization_config": {"quant_method": [1]}},
+    {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": ["a"]}}, {"text_config": "llama"},
+    {"quantization_config": {"quant_method": "gguf"}}, {"num_hidden_layers": 0}, {"layer_types": [1, 2]},
+])  # fmt: skip
+def test_fields_of_another_kind_are_refused_in_a_sentence(fields: dict[str, Any], tmp_path: Path) -> None:
+    """Catches an AttributeError of `plan`, and a reason that its first line only announces."""
+    config = json.loads((demo.TARGET / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | fields))
+    for read in (anatomy, sketch):
+        with suppress(OutriderError):
+            read(str(tmp_path))
+
+
+def test_a_name_that_no_file_can_have_is_refused() -> None:
+    """Catches OSError 36."""
+    for read in (load_target, sketch, anatomy):
+        with pytest.raises(OutriderError):
+            read("x" * 5000)
 
 
 def test_a_whole_folder_has_no_problem(tmp_path: Path) -> None:

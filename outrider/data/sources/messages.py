@@ -393,7 +393,8 @@ def answer_of(row: Mapping[str, Any], name: str) -> Message | None:
     if isinstance(choices, list) and choices and isinstance(choices[0], Mapping):
         if isinstance(choices[0].get("text"), str):
             return {"role": "assistant", "content": choices[0]["text"]}
-        return message_of({"role": "assistant"} | dict(choices[0].get("message") or {}), name)
+        message = choices[0].get("message")
+        return message_of({"role": "assistant", **message}, name) if isinstance(message, Mapping) else None
     if body.get("role") == "assistant" and body.get("content"):  # a message, as Anthropic's servers send it
         return message_of({key: body[key] for key in body.keys() & {"role", "content", *EXTRAS}}, name)
     return None

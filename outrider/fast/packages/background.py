@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from outrider.fast import Compiled, folder
+from outrider.storage import trusted
 
 log = logging.getLogger(__name__)
 
@@ -26,15 +27,19 @@ def build(
     missing = [step for step in steps if step.graph is None and step.is_possible]
     if not missing or (steps[0].graph is None and steps[0] is not missing[0]):
         return
+    try:
+        output = (trusted.private_folder(folder()) / LOG).open("ab")
+    except OSError as error:
+        log.warning("steps stay plain, since packages can't be stored: %s", error)
+        return
     log.warning(
         "compiling in the background, one to two minutes a step, once on this machine; steps are plain until then"
     )
-    folder().mkdir(parents=True, exist_ok=True, mode=0o700)
     named = {"target": target, "drafter": drafter, **options}
     arguments = [f"--{name}={value}" for name, value in named.items() if value is not None]
     arguments += [f"--set={setting}" for setting in settings]
     command = [sys.executable, "-m", "outrider", "compile", "--background", *arguments]
-    with (folder() / LOG).open("ab") as output:
+    with output:
         # in its own session, so that Ctrl-C does not end it
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
     for step in missing:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from outrider.fast.packages.build import NotCompiled
-from outrider.storage import cache, lock
+from outrider.storage import cache, lock, trusted
 
 PATIENCE_S = 1800.0
 """How long a process waits while another one compiles."""
@@ -30,7 +30,7 @@ def folder() -> Path:
 def was_checked(package: Path) -> bool:
     """Whether this file was compared with the plain path before."""
     try:
-        return bool(json.loads(package.with_suffix(".checked").read_text()) == _stamp(package))
+        return bool(json.loads(cache.read(package.with_suffix(".checked"))) == _stamp(package))
     except (OSError, ValueError):
         return False
 
@@ -50,9 +50,12 @@ def was_refused(package: Path) -> bool:
 def building(package: Path) -> Iterator[None]:
     """Within this context, no other process compiles; a NotCompiled raised in it is stored as the reason why there is
     no package."""
-    folder().mkdir(parents=True, exist_ok=True, mode=0o700)
     refused, one_by_one = package.with_suffix(".refused"), folder() / ".building"
-    one_by_one.touch()
+    try:
+        trusted.private_folder(folder())
+        one_by_one.touch()
+    except OSError as error:
+        raise NotCompiled(f"packages can't be stored: {error}; its steps stay plain") from None
     busy = NotCompiled("another process has been compiling for half an hour; its steps stay plain")
     with lock.held(one_by_one, busy, patience_s=PATIENCE_S):
         refused.unlink(missing_ok=True)

@@ -43,6 +43,7 @@ from outrider.plan.subject import Method, Subject
 from outrider.policies import named
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
+from outrider.storage import cache
 from outrider.targets import catalog
 from outrider.targets.gguf.files import locate
 from outrider.targets.hf.transformers import TransformersTarget
@@ -258,7 +259,7 @@ class CachedRecords:
         self.path = timings.folder() / "probes" / f"{stem}.jsonl"
         self.records: dict[str, Replayed] = {}
         with suppress(OSError):
-            for line in self.path.read_text(encoding="utf-8").splitlines():
+            for line in cache.read(self.path).decode(errors="replace").splitlines():
                 with suppress(ValueError, TypeError, KeyError):  # a line that a crash cut off
                     row = json.loads(line)
                     key, drafts = row.pop("key"), row.pop("drafts")

@@ -142,7 +142,7 @@ def place(target: Target) -> Path:
 def load_timings(target: Target) -> Timings:
     """The stored times; empty if the file is missing or damaged."""
     try:
-        content = json.loads(place(target).read_text(encoding="utf-8"))
+        content = json.loads(cache.read(place(target)))
         cells = lambda rows: {tuple(key): Cell(*values) for key, values in rows}
         return Timings(
             {tuple(key): float(seconds) for key, seconds in content["passes"]}, cells(content["plain"]),

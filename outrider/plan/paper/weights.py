@@ -44,7 +44,9 @@ def stored(fields: Mapping[str, Any], weight: str | None, name: str) -> Stored:
 
     weight: the format of the layers' matrices, in place of the config's.
     """
-    text = next((fields[part] for part in ("text_config", "llm_config") if part in fields), fields)
+    text = next(
+        (fields[part] for part in ("text_config", "llm_config") if isinstance(fields.get(part), Mapping)), fields
+    )
     dtype = fields.get("dtype") or fields.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
     plain = NAMED[DTYPES.get(str(dtype), "bf16")]
     if weight is not None:
@@ -55,11 +57,17 @@ def stored(fields: Mapping[str, Any], weight: str | None, name: str) -> Stored:
     quantization = fields.get("quantization_config") or text.get("quantization_config")
     if quantization is None:
         return Stored(plain, plain, plain.bytes)
-    weight_type = _quantised(quantization)
+    try:
+        weight_type = _quantised(quantization)
+    except (AttributeError, KeyError, TypeError):  # a value of another kind than the method has
+        weight_type = None
     if weight_type is None:
+        method = (
+            quantization.get("quant_method", "no quant_method") if isinstance(quantization, Mapping) else quantization
+        )
         raise ConfigError(
-            f"the config.json of {name} has an unknown quantization_config "
-            f"({quantization.get('quant_method', 'no quant_method')}); give the type of its weights with --weights"
+            f"the config.json of {name} has an unknown quantization_config ({method!s:.80}); give the type of its "
+            "weights with --weights"
         )
     if quantization.get("quant_method") == GGUF:
         return Stored(weight_type, weight_type, quantization["ends"])

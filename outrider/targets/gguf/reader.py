@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.blocks import TYPES
+from outrider.storage import trusted
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 SCALARS = {
@@ -168,8 +169,8 @@ class _Cursor:
     def header(self) -> Header:
         if not self.size:
             raise Damaged("it is empty")
-        if self.size < len(MAGIC) or self.take(4) != MAGIC:
-            raise Damaged("it is not a GGUF file")
+        if (magic := self.take(min(self.size, len(MAGIC)))) != MAGIC:
+            raise Damaged(trusted.FETCH if magic == trusted.POINTER[: len(MAGIC)] else "it is not a GGUF file")
         version, num_tensors, num_keys = self.number("I"), self.number("Q"), self.number("Q")
         if version not in VERSIONS:
             big_endian = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS

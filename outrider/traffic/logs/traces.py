@@ -28,6 +28,7 @@ from outrider.errors import ConfigError, DataError
 from outrider.storage.atomic import replacing
 from outrider.storage.json_text import numbered_lines, parse_json
 from outrider.storage.trusted import MOST_TEXT, regular
+from outrider.targets.files import unreadable
 from outrider.traffic.logs.calls import Call, RecordedFailure
 from outrider.traffic.logs.formats import FORMATS, UNREADABLE, Parse, format_of
 from outrider.traffic.logs.redaction import redacted
@@ -90,6 +91,8 @@ def read(path: Path, format: str | None = None, skip_bad: bool = False) -> Trace
     rows."""
     if not path.is_file():
         raise DataError(f"no log at {path}; name a file of recorded requests")
+    if (problem := unreadable(path)) is not None:
+        raise DataError(problem)
     if format is not None and format not in FORMATS:
         raise ConfigError(f"unknown format {format!r}; choose from {', '.join(FORMATS)}")
     rows, columns = _array_in(path), _columns_in(path)

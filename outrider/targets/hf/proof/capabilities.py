@@ -132,7 +132,7 @@ def _path(model: PreTrainedModel) -> Path:
 def _load(path: Path) -> Capabilities | None:
     """None for a file that is missing, damaged, or was written by another version."""
     try:
-        return TypeAdapter(Capabilities).validate_json(path.read_bytes())
+        return TypeAdapter(Capabilities).validate_json(cache.read(path))
     except (OSError, ValueError):
         return None
 
