@@ -541,6 +541,10 @@ FAULTS = [
         ("_q4_k", "(x + low[..., None])", "(x - low[..., None])"),
     ),
     fault(
+        "a processor is given kernels with instructions that it does not have",
+        ("fitting", "one.requires <= there", "True"),
+    ),
+    fault(
         "quantize: q4_0 rounds every matrix to 8 bits",
         ("kind_of", "ENDS if is_end else mode.upper()", "ENDS"),
     ),

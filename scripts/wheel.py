@@ -1,4 +1,4 @@
-"""Build the wheel and try it: an empty environment, no compiler, the first example of README.
+"""Build the kernels and the wheel and try it: an empty environment, no compiler, the first example of README.
 
     python scripts/wheel.py [VENV ...]        # unless given: .venv and every .venv-*
 
@@ -27,6 +27,8 @@ import outrider, shutil, sys
 from pathlib import Path
 assert Path(outrider.__file__).is_relative_to(sys.prefix), f"{outrider.__file__} is not the wheel's"
 assert not any(map(shutil.which, ("cc", "c++", "gcc", "g++", "clang++"))), "a compiler is there"
+from outrider.kernels import quantized
+assert quantized.is_fast(), "the kernels of the wheel are not used"
 """
 
 
@@ -50,6 +52,7 @@ def main() -> int:
 
 
 def build(folder: Path) -> Path:
+    subprocess.run([sys.executable, ROOT / "scripts" / "prebuild.py"], check=True)
     subprocess.run([*pip(), "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT], check=True)
     [wheel] = folder.glob("*.whl")
     print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB", flush=True)

@@ -11,12 +11,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from outrider import demo, fast, machine
+from outrider import demo, fast, kernels, machine
 from outrider.cli import console
 from outrider.cli.console import sized
 from outrider.cli.options import JsonTo
 from outrider.errors import DataError
 from outrider.fast import runner
+from outrider.kernels import prebuilt
 from outrider.runs.provenance import version_of
 
 
@@ -68,6 +69,9 @@ def examine() -> list[dict[str, Any]]:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     why = "install g++ for compiled steps, which take about half the time of plain ones on a CPU; it is optional"
     add("compiler", compiler or "none", compiler is not None, why)
+    ready = prebuilt.path(kernels.source())
+    add("kernels", f"prebuilt, {ready.stem}" if ready else "compiled on first use" if compiler else "none",
+        ready is not None or compiler is not None, why)  # fmt: skip
     is_whole = "whole, where requests allow it" if cuda or runner.is_on_disk() else "of several calls"
     add("steps", is_whole if cuda else f"{is_whole}; `outrider compile --whole` builds packages of whole ones")
     packages = [path.stat().st_size for path in fast.folder().glob("[!.]*.pt2")]

@@ -1,4 +1,4 @@
-"""C++ kernels for the few rows of a decoding step on a CPU, compiled once per machine if it has a C++ compiler.
+"""C++ kernels for the few rows of a decoding step on a CPU, from the wheel, or compiled once per machine.
 
 `multiply` and `gated` for weights in panels (see `kernels.prepacked`), `attend`, and `race`, which draws tokens, are
 torch operators; compiled packages call them by their C names.  The acceptance rule (see `cpu_acceptance`) is called
@@ -24,6 +24,7 @@ from torch import Tensor
 from outrider import machine
 from outrider.decoding import noise
 from outrider.errors import first_line
+from outrider.kernels import prebuilt
 from outrider.kernels.pages import LargePages
 from outrider.storage import cache, trusted
 
@@ -87,6 +88,8 @@ def _check() -> None:
 
 @functools.cache
 def _loaded(path: Path) -> ctypes.CDLL:
+    if path.is_relative_to(prebuilt.FOLDER):
+        prebuilt.load_openmp()
     # RTLD_GLOBAL: compiled packages look the kernels up by name
     loaded = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     loaded.outrider_digest.restype = ctypes.c_uint64
@@ -151,7 +154,9 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Te
 
 @functools.cache
 def _built() -> Path:
-    """The compiled kernels of this machine.  Raises OSError if they can't be compiled."""
+    """The kernels for this machine, from the wheel or compiled.  Raises OSError if they can't be compiled."""
+    if (ready := prebuilt.path(source())) is not None:
+        return ready
     question = repr((torch.__version__, machine.cpu_name(), machine.cpu_flags(), source(), FLAGS, NATIVE))
     path = cache.folder() / "compiled" / f"kernels-{hashlib.sha256(question.encode()).hexdigest()[:16]}.so"
     torch_folder = Path(torch.__file__).parent

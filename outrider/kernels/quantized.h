@@ -66,6 +66,13 @@ inline Floats highest(Words words, int k) {
   return __builtin_convertvector(reinterpret_cast<Ints>((words << (24 - 8 * k)) & 0xff000000u), Floats);
 }
 
+// Whether the processor multiplies signed bytes by signed ones: unsigned weights have fewer than 8 bits.
+#if defined(__ARM_FEATURE_DOTPROD) && OUTRIDER_BYTES == 16
+constexpr bool SIGNED = true;
+#else
+constexpr bool SIGNED = false;
+#endif
+
 // Sums of four products of weights, unsigned where they have fewer than 8 bits, and int8.
 #if (defined(MIDDLE) && !defined(__AVXVNNI__)) || (defined(WIDE) && defined(__AVX512BW__) && !defined(__AVX512VNNI__))
 template <int BITS>
@@ -102,13 +109,16 @@ struct Dot {
 template <int BITS>
 struct Dot {
   using Type = Ints;
-  static constexpr int STEPS = QUADS, BIAS = BITS == 8 ? 128 : 0;  // what is added to signed weights
+  static constexpr int STEPS = QUADS, BIAS = BITS == 8 && !SIGNED ? 128 : 0;  // what is added to signed weights
   static Type add(Type sum, Words words, Words x) {
-    if (BITS == 8) words ^= 0x80808080u;
+    if (BIAS) words ^= 0x80808080u;
 #if defined(WIDE) && defined(__AVX512VNNI__)
     return reinterpret_cast<Type>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(words), reinterpret_cast<__m512i>(x)));
 #elif defined(MIDDLE) && defined(__AVXVNNI__)
     return reinterpret_cast<Type>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sum), reinterpret_cast<__m256i>(words), reinterpret_cast<__m256i>(x)));
+#elif defined(__ARM_FEATURE_DOTPROD) && OUTRIDER_BYTES == 16
+    sum = reinterpret_cast<Type>(vdotq_s32(reinterpret_cast<int32x4_t>(sum), reinterpret_cast<int8x16_t>(words), reinterpret_cast<int8x16_t>(x)));
+    return sum;
 #else
     for (int k = 0; k < 4; ++k)
       sum += reinterpret_cast<Ints>((words >> 8 * k) & 255) * (reinterpret_cast<Ints>(x << (24 - 8 * k)) >> 24);
