@@ -30,19 +30,19 @@ def folder(source: Source) -> dict[str, Any]:
 
 
 def read_folder(config: Config, target: TransformersTarget) -> dict[str, Any]:
-    own = config["dflash_config"]
-    if own.get("conv_kernel_size"):
+    dflash_config = config["dflash_config"]
+    if dflash_config.get("conv_kernel_size"):
         raise ExportError("it has convolutions around its layers, which Outrider's lilicorr has not; use one without")
-    if missing := [key for key in SIZES if key not in own]:
+    if missing := [key for key in SIZES if key not in dflash_config]:
         raise ExportError(f"dflash_config.{missing[0]} is missing; copy config.json again")
-    block = released.block({"block_size": own.get("block_size"), **config}, "sglang", METHOD, target)
-    sizes = {setting: own[key] for key, setting in SIZES.items()}
-    return block | sizes | {"scorer_hidden": own["lilicorr_hidden_size"] or None}
+    block = released.block({"block_size": dflash_config.get("block_size"), **config}, "sglang", METHOD, target)
+    sizes = {setting: dflash_config[key] for key, setting in SIZES.items()}
+    return block | sizes | {"scorer_hidden": dflash_config["lilicorr_hidden_size"] or None}
 
 
 def is_folder(config: Config, names: Collection[str]) -> bool:
-    own = config.get("dflash_config")
-    return isinstance(own, dict) and "lilicorr_num_layers" in own
+    dflash_config = config.get("dflash_config")
+    return isinstance(dflash_config, dict) and "lilicorr_num_layers" in dflash_config
 
 
 def powers(source: Source) -> str | None:
