@@ -117,7 +117,7 @@ class Answer:
             content, calls = choice.text, list[ToolCall]()
             if (parser := self._parser()) is not None:
                 content, calls = parser.push(choice.text, True)
-            message = {"role": "assistant", "content": content, "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
             if calls:
                 message |= {"content": content or None, "tool_calls": [_tool_call(call) for call in calls]}
                 reason = "tool_calls" if reason == "stop" else reason
