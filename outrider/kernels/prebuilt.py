@@ -65,5 +65,5 @@ def path(source: bytes) -> Path | None:
 
 def load_openmp() -> None:
     """Make torch's OpenMP visible to the libraries, which name none: torch's wheels rename theirs."""
-    own = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    ctypes.CDLL(str(own[0]) if own else "libgomp.so.1", ctypes.RTLD_GLOBAL)
+    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    ctypes.CDLL(str(bundled[0]) if bundled else "libgomp.so.1", ctypes.RTLD_GLOBAL)
