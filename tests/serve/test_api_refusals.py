@@ -271,9 +271,11 @@ def test_other_sites_are_not_let_in(server):
 
 def test_paths_and_methods_that_there_are_not(server):
     """Catches a page of HTML where clients expect an error object, and a 405 without Allow."""
-    for path in ("/v1/completion", "/v1", "/v1/embeddings", "/../etc/passwd", "/page.html"):
+    for path in ("/v1/completion", "/v1", "/../etc/passwd", "/page.html"):
         answer = httpx.post(f"{server.url}{path}", json={})
         assert (answer.status_code, error_of(answer)["code"]) == (404, "unknown_path")
+    answer = httpx.post(f"{server.url}/v1/embeddings", json={})
+    assert (answer.status_code, error_of(answer)["code"]) == (404, "unsupported_endpoint")
     answer = httpx.get(f"{server.url}/v1/completions")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     assert "it accepts POST" in error_of(answer)["message"]
@@ -371,7 +373,7 @@ def test_the_documents_schemas_are_the_checks(server):
     semantic = {
         "temperature 1e-30", "a fewest above the most", "logit_bias {'999999': 1}", "deep schema",
         "a large schema", "tokens of another model", "a schema that is none", "ranks without", "many texts", "no room",
-        "too long", "speculative {'depth': 2}", "an empty prompt", "no token ids",
+        "too long", "speculative {'depth': 2}", "an empty prompt", "no token ids", "a forced tool of none",
     }  # fmt: skip
     for name, (path, body, _) in MALFORMED.items():
         if not isinstance(body, dict) or name in semantic:
