@@ -156,8 +156,8 @@ def test_a_type_that_is_not_multiplied_is_refused_with_its_tensor(good: bytes, t
     """Catches five-bit numbers that are read as four."""
     path, name = tmp_path / "model.gguf", b"blk.1.ffn_up.weight"
     at = good.index(name) + len(name) + 4 + 16
-    path.write_bytes(good[:at] + struct.pack("<I", 20) + good[at + 4 :])  # IQ4_NL, whose blocks are smaller
-    assert "has blk.1.ffn_up.weight in IQ4_NL, which is not supported; use F32, F16" in refused(path)
+    path.write_bytes(good[:at] + struct.pack("<I", 16) + good[at + 4 :])  # IQ2_XXS, whose blocks are smaller
+    assert "has blk.1.ffn_up.weight in IQ2_XXS, which is not supported; use F32, F16" in refused(path)
     path.write_bytes(good[:at] + struct.pack("<I", 200) + good[at + 4 :])
     assert "has blk.1.ffn_up.weight in type 200" in refused(path)
 
