@@ -153,7 +153,7 @@ def test_a_model_that_is_no_llama_is_refused_by_name(case: str, tmp_path: Path) 
 
 
 def test_a_type_that_is_not_multiplied_is_refused_with_its_tensor(good: bytes, tmp_path: Path) -> None:
-    """Catches five-bit numbers that are read as four."""
+    """Catches blocks of a type without a kernel that are read as another type's."""
     path, name = tmp_path / "model.gguf", b"blk.1.ffn_up.weight"
     at = good.index(name) + len(name) + 4 + 16
     path.write_bytes(good[:at] + struct.pack("<I", 16) + good[at + 4 :])  # IQ2_XXS, whose blocks are smaller
