@@ -50,6 +50,7 @@ def load_tokenizer(path: str, **options: Any) -> tuple[Any, str]:
         return gguf.read_tokenizer(gguf.described(path, files).parts)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        tokenizer.decode(tokenizer.encode("a"))  # it fails only here if tokenizer_config.json has odd values
     except Exception as error:  # the tokenizers library raises plain Exception for a damaged file
         return None, first_line(error)
     # without files transformers creates a tokenizer of special tokens only

@@ -107,6 +107,30 @@ def test_fields_of_another_kind_are_refused_in_a_sentence(fields: dict[str, Any]
             read(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("file", "fields"),
+    [
+        ("generation_config.json", {"eos_token_id": {"eos_token_id": 2}}),
+        ("generation_config.json", {"eos_token_id": "</s>"}),
+        ("generation_config.json", {"eos_token_id": 1e30}),
+        ("generation_config.json", {"eos_token_id": -1}),
+        ("tokenizer_config.json", {"model_max_length": {"model_max_length": 8}}),
+    ],
+)
+def test_odd_values_beside_the_weights_are_met_when_loading(file: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a tokenizer that loads and can't encode, and ends that are no ids: both found by the fuzzer below."""
+    path = copied(tmp_path / "target") / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    if file == "tokenizer_config.json":
+        assert load_target(str(path.parent)).tokenizer is None
+        return
+    if fields["eos_token_id"] == -1:
+        assert min(load_target(str(path.parent)).ends) >= 0
+        return
+    with pytest.raises(TargetError, match="eos_token_id"):
+        load_target(str(path.parent))
+
+
 def test_a_name_that_no_file_can_have_is_refused() -> None:
     """Catches OSError 36."""
     for read in (load_target, sketch, anatomy):

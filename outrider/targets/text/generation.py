@@ -8,6 +8,7 @@ one text is refused by name; keys about sampling, the cache or an assistant do n
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, TargetError
 from outrider.sampling.settings import Processor, Sampling
 
 IDLE: Mapping[str, tuple[Any, ...]] = {
@@ -38,10 +39,17 @@ INSTEAD = "remove the key, or pass `sampling=`, which replaces all of generation
 
 
 def ends_of(model: PreTrainedModel) -> frozenset[int]:
-    """The ids at which `model.generate` ends a text: those of its current generation_config."""
+    """The ids at which `model.generate` ends a text: those of its current generation_config.  Raises TargetError for
+    anything else than ids."""
     config = model.generation_config
     ends = getattr(model.config, "eos_token_id", None) if config is None else config.eos_token_id
-    return frozenset() if ends is None else frozenset(torch.as_tensor(ends, device="cpu").flatten().tolist())
+    try:
+        ids = torch.as_tensor([] if ends is None else ends, device="cpu").flatten().tolist()
+        return frozenset(operator.index(token) for token in ids if token >= 0)  # no text has a negative id
+    except (RuntimeError, TypeError, ValueError):
+        raise TargetError(
+            f"generation_config.eos_token_id must be a token id or a list of them, got {ends!r:.80}; correct it"
+        ) from None
 
 
 def greedy_sampling(
