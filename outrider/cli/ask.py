@@ -155,7 +155,8 @@ def _fallback(text: str, key: str | None) -> Fallback:
     models = [word for word in words if "://" not in word]
     if len(urls) > 1 or len(models) > 1 or not words:
         raise ConfigError(f"--fallback must be an address, a model, or both, got {text!r}")
-    return Fallback(*(urls or [None]), *(models or [None]), api_key=key if urls else None)
+    url, model = next(iter(urls), None), next(iter(models), None)
+    return Fallback(url, model, api_key=key if urls else None)
 
 
 def _profile(name: str, file: Path | None) -> Profile:

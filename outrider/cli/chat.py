@@ -58,11 +58,12 @@ def chat(
     options = {"temperature": temperature, "seed": seed}
     sampling = {name: value for name, value in options.items() if value is not None}
     loaded, built = streamed.load(target, drafter, settings)
-    drafting = {"policy": serving.policy, "verification": serving.verification, "allow_lossy": serving.allow_lossy}
-    conversation = Conversation(
-        partial(stream, loaded, drafter=built, **drafting), lambda piece: streamed.show(piece, loaded), messages, file,
-        {LENGTH: max_new_tokens, **sampling},
+    answer = partial(
+        stream, loaded, drafter=built,
+        policy=serving.policy, verification=serving.verification, allow_lossy=serving.allow_lossy,
     )  # fmt: skip
+    show = partial(streamed.show, target=loaded)
+    conversation = Conversation(answer, show, messages, file, {LENGTH: max_new_tokens, **sampling})
     if system is not None:
         conversation.set_system(system)
     loaded.encode([*conversation.messages, {"role": "user", "content": "."}])  # refuses a target that can't chat

@@ -55,8 +55,8 @@ class Split(NamedTuple):
     """Trained on."""
     tasks: list[str]
     """Measured on."""
-    count: int
-    """Prompts to train on."""
+    prompts: int
+    """How many to train on."""
     files: dict[Path, str]
     """To be written, with their text."""
 
@@ -77,7 +77,7 @@ def fine_tuning(
     yours, known_kind = _split(place, "new", data), _split(place, "old", old or library)
     text = FILE.format(
         file=place, target=to_yaml(target), drafter=to_yaml(drafter), new=to_yaml(yours.source),
-        old=to_yaml(known_kind.source), count=2 * min(MOST, yours.count),
+        old=to_yaml(known_kind.source), count=2 * min(MOST, yours.prompts),
         tasks=to_yaml([*yours.tasks, *known_kind.tasks]),
     )  # fmt: skip
     return text, yours.files | known_kind.files

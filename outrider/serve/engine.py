@@ -250,9 +250,9 @@ class Engine:
             else:
                 is_last = False
                 running = Counter(call.owner for call in self._serving.values())
-                while (call := self._waiting.next(running, self.slots)) and self.scheduler.fits(call.request):
-                    self._add(self._waiting.take(call))
-                    running[call.owner] += 1
+                while (first := self._waiting.next(running, self.slots)) and self.scheduler.fits(first.request):
+                    self._add(self._waiting.take(first))
+                    running[first.owner] += 1
         if is_last:
             self._end_all("the server is stopping")
             return False
@@ -367,6 +367,8 @@ class Engine:
 
     def _end_all(self, error: str) -> None:
         with self._changed:
-            waiting = [self._waiting.pop() for _ in range(len(self._waiting))]
+            waiting = [*self._waiting]
+            for call in waiting:
+                self._waiting.remove(call)
         for call in [*self._serving.values(), *waiting]:
             self._end(call, "error", error)

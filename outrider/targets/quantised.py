@@ -91,8 +91,7 @@ def _in_blocks(model: Any, mode: str, head: Any, activations: Activations) -> No
             made[part] = QuantizedLinear.from_blocks(kind, raw, part.in_features, bias, activations)
         model.set_submodule(name, made[part])
     # other classes scale what they look up
-    kind = rounding.kind_of(mode, True, embedding.embedding_dim) if type(embedding) is nn.Embedding else None
-    if kind is None:
+    if type(embedding) is not nn.Embedding or (kind := rounding.kind_of(mode, True, embedding.embedding_dim)) is None:
         return
     if is_tied and head in made:
         model.set_input_embeddings(QuantizedEmbedding.of(made[head]))
