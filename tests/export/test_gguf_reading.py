@@ -55,15 +55,15 @@ def test_a_published_file_that_computes_otherwise_is_refused(bpe, made, tmp_path
 
 
 def test_a_tensor_that_is_quantised_otherwise_is_refused_by_its_name(bpe, made, tmp_path):
-    """Catches two-bit numbers that are read as eight."""
+    """Catches whole numbers that are read as blocks of eight bits."""
     export_folder(made.checkpoint("dspark"), "gguf", tmp_path / "there", bpe, "q8_0")
     path = tmp_path / "there" / "model.gguf"
     header = reading.read_header(path)
     name = next(name for name, info in header.tensors.items() if info.type == 8)
     raw = path.read_bytes()
     at = raw.index(name.encode()) + len(name) + 4 + 8 * len(header.tensors[name].shape)
-    path.write_bytes(raw[:at] + (16).to_bytes(4, "little") + raw[at + 4 :])
-    with pytest.raises(ExportError, match=f"has {name} in IQ2_XXS; use a file in F32, F16"):
+    path.write_bytes(raw[:at] + (24).to_bytes(4, "little") + raw[at + 4 :])
+    with pytest.raises(ExportError, match=f"has {name} in I8; use a file in F32, F16"):
         import_folder(path.parent, tmp_path / "back", bpe)
 
 
