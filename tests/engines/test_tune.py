@@ -241,6 +241,7 @@ def log_of(folder: Path, count: int = 12) -> Path:
     return path
 
 
+@pytest.mark.slow  # it times servers
 def test_the_optimum_of_a_real_server_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a load that is not the load, tokens that are not counted, and servers that are left running.
 
