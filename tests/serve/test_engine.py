@@ -214,6 +214,19 @@ def test_a_full_queue_and_a_stopped_engine_refuse(target):
         assert [len(caller.wait().tokens) for caller in callers[:3]] == [90, 90, 90]
 
 
+def test_calls_that_wait_end_with_the_engine(target):
+    """Catches clients that wait forever for an engine that has stopped."""
+    with Engine(target, slots=1, length=100) as engine:
+        callers = [Caller.of(request([1], 90)) for _ in range(3)]
+        callers[0].on_output = lambda output: time.sleep(0.002)
+        for caller in callers:
+            engine.submit(caller.call)
+        while not callers[0].outputs:
+            time.sleep(0.001)
+        engine.stop()
+    assert [caller.wait().reason for caller in callers] == ["error"] * 3
+
+
 def test_owners_take_turns():
     waiting = WaitingCalls(10)
     calls = {name: [Call(request([1], 1), print, owner=name) for _ in range(count)] for name, count in
