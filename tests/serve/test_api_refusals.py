@@ -374,6 +374,7 @@ def test_the_documents_schemas_are_the_checks(server):
         "temperature 1e-30", "a fewest above the most", "logit_bias {'999999': 1}", "deep schema",
         "a large schema", "tokens of another model", "a schema that is none", "ranks without", "many texts", "no room",
         "too long", "speculative {'depth': 2}", "an empty prompt", "no token ids", "a forced tool of none",
+        "a forced tool of others",
     }  # fmt: skip
     for name, (path, body, _) in MALFORMED.items():
         if not isinstance(body, dict) or name in semantic:
