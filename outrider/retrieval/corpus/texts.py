@@ -12,7 +12,7 @@ from pathspec import GitIgnoreSpec
 
 from outrider.errors import DataError
 from outrider.storage.json_text import parse_json
-from outrider.storage.trusted import POINTER, regular
+from outrider.storage.trusted import regular
 
 PIECE = 1 << 18
 """Characters; longer texts are cut after a line into documents of at most about this length."""
@@ -131,8 +131,6 @@ def _check(file: Path) -> None:
         for block in iter(lambda: content.read(1 << 20), ""):
             if "\0" in block:
                 raise UnicodeError("it contains zero bytes")
-            if block.startswith(POINTER.decode()):
-                raise UnicodeError("it is a Git LFS pointer")
 
 
 def texts(files: Iterable[Path]) -> Iterator[Document]:
