@@ -739,6 +739,18 @@ FAULTS = [
         ("Model.read", "self.config.order, documents)", "self.config.order)"),
     ),
     fault(
+        "the local head corrects every row after the anchor alone",
+        ("Fused.forward.corrected_pick", "            read = head.gru(head.words(token), read)\n", ""),
+    ),
+    fault(
+        "the local head is trained on tokens of the document before",
+        ("Model.read", "(documents[text[:, None], inside] == documents[text, first][:, None])", "True"),
+    ),
+    fault(
+        "with prepare.features text, a token is its own teacher",
+        ("TextAlone.states", "[0][0].roll(-1)", "[0][0]"),
+    ),
+    fault(
         "masks of patch_diffusion see only those before them",
         (
             "PatchDiffusion._filled",

@@ -126,9 +126,10 @@ class Config(Base):
     """Maximum time for one answer, in seconds."""
     patience_s: PositiveFloat = 600
     """Seconds without an answer from any server after which the run stops."""
-    features: Literal["live", "cached", "engine"] = "live"
+    features: Literal["live", "cached", "engine", "text"] = "live"
     """Where training gets the target's states: passes during training, files that `outrider prepare` writes, or files
-    written by a vLLM server; see docs/features.md."""
+    written by a vLLM server; see docs/features.md.  text: nowhere; the token that follows in the text is the teacher,
+    for drafters that read no states."""
     feature_folder: str | None = None
     """Folder of these files; `features` in the answers' folder unless given."""
     feature_server: str | None = None
@@ -141,6 +142,11 @@ class Config(Base):
     """Number of tokens per file of states."""
     recheck_every: NonNegativeInt = 256
     """The stored states of every 256th text (by default) are compared with a pass of the target; 0 compares none."""
+
+    @property
+    def stores_states(self) -> bool:
+        """Whether states are stored in files before training."""
+        return self.features in ("cached", "engine")
 
     @field_validator("feature_folder")
     @classmethod

@@ -160,6 +160,8 @@ class DraftModel(nn.Module, ABC):
     taps: tuple[int, ...]
     reads_target: bool = True
     """It needs the target's embedding, head or states, not only its tokens."""
+    reads_states: bool = True
+    """It reads hidden states of the target."""
     rows_are_independent: bool = True
     """A row's loss depends on that row alone; False if it depends on other rows of the batch, which may be in other
     processes."""

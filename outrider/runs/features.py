@@ -11,7 +11,7 @@ from outrider.data.features import cache, encodings
 from outrider.data.features.cache import Binding
 from outrider.data.features.cached import CachedFeatures, target_states
 from outrider.data.features.engine_states import EngineStates
-from outrider.data.features.live import LiveFeatures
+from outrider.data.features.live import LiveFeatures, TextAlone
 from outrider.data.overlap.hash_files import HashFile
 from outrider.data.rendering import template_hash
 from outrider.data.texts import CutAnswers
@@ -35,13 +35,18 @@ def folder_of(settings: RunConfig) -> Path:
 def sourced(settings: RunConfig, config: TrainConfig, target: RunTarget, model: DraftModel) -> Sourced:
     """A function from answers to features, as the run file specifies.  config: with a resolved dtype."""
     prepare = settings.prepare
+    if prepare.features == "text" and (model.taps or model.reads_states):
+        raise ConfigError(
+            f"prepare.features text gives no hidden states, but drafter {settings.drafter['kind']!r} reads them; set "
+            "it to live, or train a drafter that reads none, such as small_model"
+        )
     common: dict[str, Any] = {
         "batch": config.batch, "length": prepare.length, "seed": config.seed, "budget": config.tokens
     }  # fmt: skip
 
     def source(answers: Sequence[Answer], ngram_hashes: HashFile | None = None) -> Source:
-        if prepare.features == "live":
-            return LiveFeatures(
+        if not prepare.stores_states:
+            return (LiveFeatures if prepare.features == "live" else TextAlone)(
                 target, answers, model.taps, dtype=config.dtype, template=template_hash(target.tokenizer),
                 ngram_hashes=ngram_hashes, **common,
             )  # fmt: skip
@@ -70,7 +75,7 @@ def bound_to(settings: RunConfig, dtype: str, target: RunTarget, model: DraftMod
     """The binding of the run's cache.  Raises ConfigError for features that the drafter can't learn from."""
     prepare = settings.prepare
     # a drafter without taps reads the final state of every token
-    reads_final = not model.taps and model.reads_target
+    reads_final = not model.taps and model.reads_states
     if prepare.top_logprobs and reads_final:
         raise ConfigError(
             f"prepare.top_logprobs {prepare.top_logprobs} stores no final states, but drafter "
@@ -137,7 +142,7 @@ def store(
     Raises DataError for a folder with another binding.
     """
     folder, prepare = folder_of(settings), settings.prepare
-    if prepare.features == "live":
+    if not prepare.stores_states:
         return None
     binding = bound_to(settings, config.dtype, target, model)
     if cache.bound(folder) is not None:

@@ -204,7 +204,7 @@ def prepare(
     prepared = _prepared(path, skipped) if processes.is_first else None
     if prepared is not None:
         reporter.finished(prepared)
-    if settings.train is not None and settings.prepare.features != "live" and trained(settings.drafter["kind"]):
+    if settings.train is not None and settings.prepare.stores_states and trained(settings.drafter["kind"]):
         chosen = inputs.chosen(answers_for(settings.answers, target, target.tokenizer), settings)
         dtyped = processes.same(trainer.with_dtype(settings.train, settings.folder, target.device))
         store_features(settings, dtyped, target, _model(settings, target), chosen, reporter)

@@ -18,6 +18,7 @@ from outrider.data.features.shards import TextStates
 from outrider.data.overlap.hash_files import HashFile
 from outrider.data.texts import MIN_LEARNT, Texts
 from outrider.nn.draft_model import Manifest
+from outrider.nn.top_logprobs import TopLogprobs
 from outrider.targets.protocol import Target
 
 __all__ = ["MIN_LEARNT", "LiveFeatures"]
@@ -26,6 +27,8 @@ CACHE_BYTES, CACHE_SHARE = 2**30, 1 / 6
 """Features of all texts are cached in memory up to this size or, on a CPU, up to this share of its total memory.
 
 Not of its free memory, since a resumed training must make the same choice."""
+LOG_OF_OTHERS = -30.0
+"""Logarithm of the mass of all tokens that do not follow; of 0 it would be infinite."""
 
 
 class LiveFeatures(TextFeatures):
@@ -86,6 +89,21 @@ class LiveFeatures(TextFeatures):
         for b, i in enumerate(group):
             length = int(self.texts.lengths[i])
             yield i, TextStates(taps[b, :length], hidden[b, :length], None)
+
+
+class TextAlone(LiveFeatures):
+    """No pass of the target: after each token, its distribution is taken to be the token that follows in the text."""
+
+    place = "text"
+
+    def states(self, texts: Sequence[int]) -> dict[int, TextStates]:
+        by_text = dict[int, TextStates]()
+        for i in texts:
+            follows = self.order.tensors([[i]])[0][0].roll(-1).to(self.target.device)
+            none, certain = follows.new_empty(len(follows), 0, dtype=torch.float), torch.zeros_like(follows).float()
+            top = TopLogprobs(follows[:, None], certain[:, None], certain + LOG_OF_OTHERS)
+            by_text[i] = TextStates(none[..., None], none, top)
+        return by_text
 
 
 def most_cached(device: torch.device) -> int:

@@ -291,7 +291,7 @@ class Model(DraftModel):
     """A causal LM with the target's vocabulary; all of its weights are trained, with its own embedding and head."""
 
     taps: tuple[int, ...] = ()
-    reads_target = False
+    reads_target = reads_states = False
 
     def __init__(self, config: Config, target: Target):
         super().__init__()

@@ -99,6 +99,7 @@ class Model(DraftModel):
     """The tables, and the matrix of the token's own embedding."""
 
     taps: tuple[int, ...] = ()
+    reads_states = False
 
     def __init__(self, config: Config, target: Target):
         super().__init__()

@@ -70,7 +70,7 @@ def answers_bytes(settings: RunConfig, inputs: Inputs) -> int:
 
 def written_bytes(settings: RunConfig, inputs: Inputs) -> int:
     """Approximate number of bytes that `prepare` writes: answers, and features if they are stored."""
-    if settings.prepare.features == "live" or inputs.target is None:
+    if not settings.prepare.stores_states or inputs.target is None:
         return answers_bytes(settings, inputs)
     each = cost.bytes_per_token(settings, inputs, settings.prepare.feature_encoding)
     return int(answers_bytes(settings, inputs) * (1 + each / cost.ID_BYTES))
