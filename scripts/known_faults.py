@@ -719,6 +719,38 @@ FAULTS = [
         ("JacobiDenoising.observe", "[b, count + 1 : drafted + 1]", "[b, count + 2 : drafted + 2]"),
     ),
     fault(
+        "a guess that jacobi filled in is judged as if it had been drawn",
+        ("_full_q", "torch.arange(width, device=device) < torch", "torch.arange(width, device=device) <= torch"),
+    ),
+    fault(
+        "a part of a block that the draft does not hold whole is scored",
+        ("ScoredBlocks._walk", "if at >= 0 and not is_complete:", "if False:"),
+    ),
+    fault(
+        "frames of a clip are scored again with every later block",
+        ("FrameScore.__call__", "vocabulary.codes_of(text)[complete:]", "vocabulary.codes_of(text)"),
+    ),
+    fault(
+        "a frame's score leaves out its background",
+        ("Recogniser.scores", "]).sum(0)", "])[:2].sum(0)"),
+    ),
+    fault(
+        "the encoder of pictures learns nothing from their pixels",
+        ("Autoencoder.loss", "states + (entries - states).detach()", "entries"),
+    ),
+    fault(
+        "codes of a picture are laid out column by column",
+        ("Autoencoder.decode", "codes.view(len(codes), edge, edge)", "codes.view(len(codes), edge, edge).mT"),
+    ),
+    fault(
+        "the last letter is taken for the first code of a picture",
+        ("FIRST", "len(LETTERS) + 2", "len(LETTERS) + 1"),
+    ),
+    fault(
+        "clips move the other way than their captions say",
+        ("Scene.frames", "self.x + n * across", "self.x - n * across"),
+    ),
+    fault(
         "jacobi_denoising is trained on guesses of one place further",
         ("TargetModel._guesses", "at[..., None].expand(-1, -1, states", "(at[..., None] + 1).expand(-1, -1, states"),
     ),

@@ -146,6 +146,22 @@ def test_a_rejected_block_is_written_by_the_target_to_its_end() -> None:
     assert asked == [1, 4, 7, 10, 13, 16, 19]
 
 
+def test_a_block_that_the_draft_does_not_hold_whole_is_left_to_the_next_draft() -> None:
+    """Catches a part of a block that is scored, and blocks that no longer begin where they should: after a block of the
+    target's, and after an accepted one."""
+    scored = list[Block]()
+    accept = lambda block: (scored.append(block), 1.0)[1]
+    for limit in (4, 5, 7):
+        judge = LossyJudge(scorer(0.0, "mean", 3, 1, accept))
+        (result,) = generate(
+            writes(BIG), [A], Follows(SMALL, limit), max_new_tokens=31, verification=judge, policy="fixed"
+        )
+        assert result.tokens[:3] == chain(BIG, A, 3)
+        assert result.tokens[3:30] == chain(SMALL, result.tokens[2], 27)
+    assert {len(block.tokens) for block in scored} == {3}
+    assert {len(block.before) % 3 for block in scored} == {1}
+
+
 def test_texts_do_not_depend_on_who_shares_the_batch() -> None:
     """Catches a gate that is another slot's, or the last text's of the same slot."""
     settings = {"block": 2, "force_reject_first": 2}

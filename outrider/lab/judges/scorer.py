@@ -7,9 +7,9 @@ tokens, its score is the mean or the minimum over its tokens, and a token's scor
 target or a function of the user.  tau, the lowest score that is accepted, is the only parameter: at -infinity all text
 after the first block is the drafter's, at infinity all is the target's.
 
-A block never spans two drafts, since the end of a draft ends a block, so use long drafts.  After a rejection, the first
-token of the block is drawn from p and the acceptance rule judges drafts of the others, so the target's blocks are
-exact.
+A block never spans two drafts.  One that would is left to the next draft, which begins with it; if a draft is shorter
+than a block, its end ends the block, so use long drafts.  After a rejection, the first token of the block is drawn from
+p and the acceptance rule judges drafts of the others, so the target's blocks are exact.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -103,11 +103,9 @@ class Walk(NamedTuple):
     """How many blocks these are."""
     rejected: int | None
     """Tokens of the block that was rejected after them; None where none was."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Accepted blocks go to the end of the draft, so that its last token is the step's last."""
-        return bool(self.taken) and self.rejected is None
+    is_whole: bool = False
+    """The step ends with the last of these nodes: blocks were accepted up to the end of the draft, or up to a block
+    that it does not hold whole."""
 
 
 class ScoredBlocks(LossyRule):
@@ -173,28 +171,35 @@ class ScoredBlocks(LossyRule):
             gate, at = gate.after(piece(self._decode, text, len(text) - 1)), node
             path.append(node)
         taken, accepted = list[int](), 0
-        while gate.is_open and (block := self._next_block(draft, b, at, text, allowed)):
+        while gate.is_open:
+            block, is_complete = self._next_block(draft, b, at, text, allowed)
+            if not block:
+                break
+            if at >= 0 and not is_complete:
+                return Walk([*path, *taken], taken, accepted, None, is_whole=True)
             tokens = [draft.ids[b][node] for node in block]
             is_possible = not gate.rejections and all(allowed[node] for node in block)
             if not (is_possible and self._passes(tokens, text, [logs[node] for node in block])):
                 return Walk([*path, *taken], taken, accepted, len(block))
             taken, at, accepted = [*taken, *block], block[-1], accepted + 1
             text += tokens
-        return Walk([*path, *taken], taken, accepted, None)
+        return Walk([*path, *taken], taken, accepted, None, is_whole=bool(taken))
 
-    def _next_block(self, draft: Draft, b: int, at: int, text: Sequence[int], allowed: Sequence[bool]) -> list[int]:
-        """The nodes of the block after a node, along the eldest path, at most up to one that is impossible; none at the
-        end of the draft."""
+    def _next_block(
+        self, draft: Draft, b: int, at: int, text: Sequence[int], allowed: Sequence[bool]
+    ) -> tuple[list[int], bool]:
+        """The nodes of the block after a node, along the eldest path, at most up to one that is impossible, and whether
+        the draft holds it whole; no nodes at the end of the draft."""
         nodes, whole = list[int](), list(text)
         while (node := eldest_child(draft, b, at)) is not None:
             nodes.append(node)
             at = node
             whole.append(draft.ids[b][node])
             if not allowed[node] or len(nodes) == self.block:
-                break
+                return nodes, True
             if self.block == SENTENCE and piece(self._decode, whole, len(whole) - 1).ends_sentence:
-                break
-        return nodes
+                return nodes, True
+        return nodes, False
 
     def _passes(self, tokens: list[int], before: list[int], logs: list[float]) -> bool:
         block_text = "".join(token.added for token in pieces(self._decode, [*before, *tokens], len(before)))
