@@ -49,6 +49,12 @@ COMMON = {
     "include_drafts": True, "return_token_ids": True, "speculative": {"depth": 2}, "parse_special": False,
     "prediction": {"type": "content", "content": "abc"}, "stream_options": {"include_usage": True},
 }  # fmt: skip
+TALK = [
+    {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "3"},
+    {"type": "message", "role": "user", "content": "so?"},
+]  # fmt: skip
 BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", {"prompt": "ab", "max_tokens": 2}),
     ("/v1/completions", {"prompt": [[1, 2, 3], [4]], "logprobs": 2, **COMMON}),
@@ -57,6 +63,11 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", {"messages": CHAT, "tools": [TOOL], "logprobs": True, "top_logprobs": 2, **COMMON}),
     ("/v1/chat/completions", {"messages": CHAT[:2], "max_completion_tokens": 3, "stream": True, "tool_choice": "none"}),
     ("/v1/chat/completions", {"messages": CHAT[-1:], "max_tokens": 6, "response_format": {"type": "json_object"}}),
+    ("/v1/responses", {"input": "ab", "instructions": "be", "max_output_tokens": 3, "store": True, "top_logprobs": 1}),
+    ("/v1/responses", {"input": TALK, "tools": [{"type": "function", "name": "f", "parameters": {}}], "stream": True,
+                       "max_output_tokens": 3, "include": ["message.output_text.logprobs"], "tool_choice": "none"}),
+    ("/v1/responses", {"input": "ab", "text": {"format": {"type": "json_object"}}, "max_output_tokens": 6, "seed": 1}),
+    ("/v1/embeddings", {"input": "ab"}),
     ("/tokenize", {"prompt": "ab cd", "add_special_tokens": True}),
     ("/tokenize", {"messages": CHAT, "tools": [TOOL], "chat_template_kwargs": {"a": True}}),
     ("/detokenize", {"tokens": [1, 2, 3]}),

@@ -1332,6 +1332,14 @@ FAULTS = [
             "tuple(body.stop or ())",
         ),
     ),
+    fault(
+        "an answer that a schema binds adds properties until it is cut off",
+        ("bounded", "dict(schema) if _is_combined(schema) else _closed(schema)", "dict(schema)"),
+    ),
+    fault(
+        "a response is answered without its instructions",
+        ("_messages", "if body.instructions is not None:", "if False:"),
+    ),
     fault("a server with API keys keeps one prefix cache for all of them", ("Reader.requests", "tenant=owner, ", "")),
     fault(
         "a resumed batch answers every request again",

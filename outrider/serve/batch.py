@@ -21,7 +21,9 @@ from outrider.storage.atomic import whole_lines
 from outrider.storage.json_text import numbered_lines, parse_json
 from outrider.storage.trusted import regular
 
-URLS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
+URLS: dict[str, Kind] = {
+    "/v1/completions": "completion", "/v1/chat/completions": "chat", "/v1/responses": "response",
+}  # fmt: skip
 REQUESTS_PER_SLOT = 2
 """Requests in flight per slot: one runs, and the other is ready when it ends."""
 

@@ -6,12 +6,12 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, Literal, TypeVar
 
 from outrider.decoding.state import Request
 from outrider.errors import DataError
-from outrider.serve.bodies.answers import Answer, Choice, error_event
+from outrider.serve.bodies.answers import Answer, Choice
 from outrider.serve.bodies.parsing import parse, read
 from outrider.serve.bodies.refusals import Refusal, draining, internal, invalid
 from outrider.serve.bodies.request_models import (
@@ -25,6 +25,7 @@ from outrider.serve.bodies.request_models import (
     offered_tools,
 )
 from outrider.serve.bodies.requests import Reader
+from outrider.serve.bodies.responses import ResponseAnswer, ResponseRequest, chat_of, renamed
 from outrider.serve.calls import Call, EngineStopped, Output, QueueFull
 from outrider.serve.config import Config
 from outrider.serve.engine import INTERNAL, Engine
@@ -34,8 +35,11 @@ from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.text.token_texts import TokenTexts
 
 T = TypeVar("T")
-Kind = Literal["completion", "chat"]
-BODIES: Mapping[Kind, type[TextRequest]] = {"completion": CompletionRequest, "chat": ChatRequest}
+Kind = Literal["completion", "chat", "response"]
+BODIES: Mapping[Kind, type[TextRequest]] = {
+    "completion": CompletionRequest, "chat": ChatRequest, "response": ChatRequest,
+}  # fmt: skip
+"""Of a response, what it is translated to."""
 SHORT, SMALL = 2_000, 32_000
 """Bodies of at most this many bytes have their prompts encoded, and are parsed, on the event loop: a thread would take
 longer."""
@@ -59,7 +63,7 @@ class Post:
 class Job:
     """A request in progress."""
 
-    def __init__(self, body: TextRequest, values: Mapping[str, Any], answer: Answer):
+    def __init__(self, body: TextRequest, values: Mapping[str, Any], answer: Answer | ResponseAnswer):
         self.body, self.values, self.answer = body, values, answer
         self.choices: list[Choice] = []
         self.calls: list[Call] = []
@@ -136,13 +140,19 @@ class Service:
         """Validate a body and queue its texts.  size: of the body, in bytes.  arrived: when the request arrived, by
         `time.monotonic`; defaults to now.  Raises Refusal."""
         began = time.monotonic() if arrived is None else arrived
-        body = await self._read(size > SMALL, owner, lambda: parse(BODIES[kind], values))
-        seconds = min(limit for limit in (body.timeout, self.config.timeout_s, float("inf")) if limit is not None)
-        deadline = None if seconds == float("inf") else began + seconds
-        has_grammar = not isinstance(body.response_format, TextFormat | None) or bool(offered_tools(body))
-        is_slow = size > SHORT or has_grammar
-        requests = await self._read(is_slow, owner, lambda: self.reader.requests(body, owner), deadline)
-        job = Job(body, values, Answer(body, self.name, self.texts, self.text_of, lambda: self.reader.calls(body)))
+        response: ResponseRequest | None = None
+        if kind == "response":
+            response = await self._read(size > SMALL, owner, lambda: parse(ResponseRequest, values))
+            values = chat_of(response)
+        with nullcontext() if response is None else renamed():
+            body = await self._read(size > SMALL, owner, lambda: parse(BODIES[kind], values))
+            seconds = min(limit for limit in (body.timeout, self.config.timeout_s, float("inf")) if limit is not None)
+            deadline = None if seconds == float("inf") else began + seconds
+            has_grammar = not isinstance(body.response_format, TextFormat | None) or bool(offered_tools(body))
+            is_slow = size > SHORT or has_grammar
+            requests = await self._read(is_slow, owner, lambda: self.reader.requests(body, owner), deadline)
+        answer = Answer(body, self.name, self.texts, self.text_of, lambda: self.reader.calls(body))
+        job = Job(body, values, answer if response is None else ResponseAnswer(response, answer))
         calls = [job.call(request, owner, deadline) for of_prompt in requests for request in of_prompt]
         self.jobs.add(job)
         try:
@@ -181,7 +191,7 @@ class Service:
             if job.failure is not None:
                 if opening is not None:
                     raise job.failure
-                yield error_event(job.failure)
+                yield answer.failed(job.failure)
                 return
             joined = answer.joined(outputs)
             for begin in range(0, len(joined), AT_ONCE):  # a client that reads slowly gets many steps at once

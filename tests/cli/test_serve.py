@@ -55,9 +55,10 @@ def test_a_server_says_what_it_is_and_drains(folder: Path, tmp_path: Path, monke
             next(events)
             os.kill(process.pid, signal.SIGTERM)
             deadline = time.monotonic() + 10
-            while (health := httpx.get(f"{url}/health")).status_code == 200 and time.monotonic() < deadline:
+            while (health := httpx.get(f"{url}/ready")).status_code == 200 and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert health.json() == {"status": "stopping"}
+            assert httpx.get(f"{url}/health").status_code == 200  # a restart would cut the rest off
             refused = httpx.post(f"{url}/v1/completions", json=asked, headers=key)
             assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
             rest = [line.removeprefix("data: ") for line in events if line]

@@ -146,7 +146,7 @@ def pydantic_ai(url: str, model: str) -> None:
     here = OpenAIChatModel(model, provider=provider)
     greedy = {"temperature": 0.0, "max_tokens": 8}
     whole = Agent(here, model_settings=greedy | {"openai_logprobs": True}).run_sync("Name a colour.")
-    assert whole.output and whole.usage().output_tokens <= 8
+    assert whole.output and whole.usage.output_tokens <= 8
     for kind in (Paint, NativeOutput(Paint)):
         assert isinstance(Agent(here, output_type=kind).run_sync("Paint it.").output, Paint)
     streamed = Agent(here, model_settings=greedy).run_stream_sync("Name a colour.")

@@ -321,7 +321,7 @@ def test_with_keys_every_request_needs_one(talker, tmp_path):
             answer = ask(found, path, TEXT)
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
             assert "Authorization: Bearer KEY" in error_of(answer)["message"]
-        for path in ("/", "/health", "/metrics", "/stats", "/openapi.json"):
+        for path in ("/", "/health", "/ready", "/metrics", "/stats", "/openapi.json"):
             assert httpx.get(f"{found.url}{path}").status_code == 200
         document = httpx.get(f"{found.url}/openapi.json").json()
         assert document["paths"]["/v1/completions"]["post"]["security"] == [{"key": []}]

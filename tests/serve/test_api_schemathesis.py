@@ -29,8 +29,14 @@ def server(talker: TransformersTarget) -> Iterator[Running]:
 
 
 VALID, INVALID = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
-POSTS = ("POST /v1/completions", "POST /v1/chat/completions", "POST /tokenize", "POST /detokenize")
-GETS = ("GET /v1/models", "GET /v1/models/{model}", "GET /health", "GET /stats", "GET /metrics", "GET /")
+POSTS = (
+    "POST /v1/completions",
+    "POST /v1/chat/completions",
+    "POST /v1/responses",
+    "POST /tokenize",
+    "POST /detokenize",
+)
+GETS = ("GET /v1/models", "GET /v1/models/{model}", "GET /health", "GET /ready", "GET /stats", "GET /metrics", "GET /")
 
 
 @pytest.fixture(scope="module")

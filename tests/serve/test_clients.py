@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from outrider.storage import cache
+from outrider.targets import catalog
 from outrider.targets.load import load_target
 
 from .running import MODEL, Running, running
@@ -16,6 +18,8 @@ from .running import MODEL, Running, running
 PROGRAMS = Path(__file__).with_name("client_programs.py")
 PYTHON = os.environ.get("OUTRIDER_CLIENTS", str(Path(__file__).parents[2] / "build/clients-venv/bin/python"))
 """The Python that has the libraries."""
+PREPARED = cache.folder() / "models" / f"smollm2-bfloat16-{catalog.SHA256[:8]}-{catalog.VERSION}"
+"""The user's own: the folder of tests has none yet, and would fetch one."""
 LIBRARIES = ("openai", "litellm", "langchain_openai", "llm", "instructor", "pydantic_ai")
 TEMPLATE = """{% if tools %}<|im_start|>system
 Functions: {% for tool in tools %}{{ tool.function | tojson }}{% endfor %}
@@ -30,7 +34,7 @@ Call one with <tool_call>{"name": NAME, "arguments": {}}</tool_call><|im_end|>
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    target = load_target("smollm2", compile=False)
+    target = load_target(str(PREPARED) if PREPARED.is_dir() else "smollm2", compile=False)
     target.tokenizer.chat_template = TEMPLATE
     with running(target, length=2048, slots=2) as server:
         yield server

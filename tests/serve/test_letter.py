@@ -1,5 +1,6 @@
 """Answers to the letter: names and bytes of tokens, white space in JSON, and what has no effect is said."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from outrider.sampling.grammar import Grammar
-from outrider.serve.bodies.requests import GAP
+from outrider.serve.bodies.schemas import bounded
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.text.token_texts import Offsets, TokenTexts
 from serve.running import Running, running
@@ -91,12 +92,17 @@ def test_calls_that_no_template_shows_are_refused(server: Running) -> None:
 def test_what_has_no_effect_is_named_and_what_would_have_is_refused(server: Running) -> None:
     """Catches fields of agents' clients that are refused though they do nothing, or dropped in silence."""
     part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
-    body = CHAT | {"messages": [{"role": "user", "content": [part]}], "user": "u", "metadata": {"a": "b"}}
+    body = CHAT | {
+        "messages": [{"role": "user", "content": [part]}],
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": True,
+    }
     answer = post(server, "chat/completions", body)
     assert answer.status_code == 200, answer.text
-    assert answer.headers["x-ignored-fields"] == "user, metadata, cache_control"
+    assert answer.headers["x-ignored-fields"] == "user, metadata, store, cache_control"
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body | {"stream": True}) as streamed:
-        assert streamed.headers["x-ignored-fields"] == "user, metadata, cache_control"
+        assert streamed.headers["x-ignored-fields"] == "user, metadata, store, cache_control"
     plain = post(server, "chat/completions", CHAT)
     assert "x-ignored-fields" not in plain.headers
     assert plain.json()["choices"][0]["message"] == answer.json()["choices"][0]["message"]
@@ -115,10 +121,38 @@ def test_what_has_no_effect_is_named_and_what_would_have_is_refused(server: Runn
 def test_white_space_in_json_ends(talker: TransformersTarget, text: str, is_valid: bool) -> None:
     """Catches an answer that writes line feeds until it is cut off; what people write stays possible."""
     pytest.importorskip("llguidance")
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "x-guidance": {"whitespace_pattern": GAP}}
+    schema = bounded({"type": "object", "properties": {"a": {"type": "integer"}}})
     walk = Grammar.json(schema).compiled(talker).start()
     fits = True
     for token in talker.tokenizer.encode(text):
         fits = fits and bool(walk.allowed(())[token])
         walk.push([token])
     assert fits == is_valid
+
+
+def test_an_answer_has_no_properties_that_its_schema_does_not_name(server: Running) -> None:
+    """Catches an answer that adds properties until it is cut off, which random weights do."""
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    choice = post(server, "chat/completions", CHAT | {"max_tokens": 40, "response_format": form}).json()["choices"][0]
+    assert choice["finish_reason"] == "stop" and json.loads(choice["message"]["content"])["a"] in (1, 2)
+
+
+A, B = {"a": {"type": "string"}}, {"b": {"type": "string"}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": A, "allOf": [{"properties": B}]}, {"properties": A, "anyOf": [{"properties": B}]},
+        {"allOf": [{"$ref": "#/$defs/x"}, {"properties": A}], "$defs": {"x": {"properties": B, "required": ["b"]}}},
+        {"properties": A, "required": ["b"]}, {"properties": A, "additionalProperties": {"type": "integer"}},
+        {"properties": A, "minProperties": 2}, {"const": {"properties": A}}, {"type": "object"}, {"properties": []},
+    ],
+)  # fmt: skip
+def test_a_schema_that_may_need_other_properties_stays_as_it_is(schema: dict[str, Any]) -> None:
+    """Catches a schema that no answer fits any more, or one that says what it wants and is overruled."""
+    changed = bounded(schema)
+    del changed["x-guidance"]
+    assert changed == schema

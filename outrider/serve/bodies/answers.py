@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from outrider.sampling.logprobs import TokenLogprob
 from outrider.serve.bodies.refusals import Refusal
-from outrider.serve.bodies.request_models import ChatRequest, TextRequest
+from outrider.serve.bodies.request_models import ChatRequest, TextRequest, ignored
 from outrider.serve.calls import Call, Ending, Output
 from outrider.serve.pieces import Pieces
 from outrider.targets.text.token_texts import Offsets, TokenTexts
@@ -89,6 +89,11 @@ class Answer:
         """Of each choice."""
         self._pieces: dict[int, Pieces] = {}
 
+    @property
+    def ignored(self) -> list[str]:
+        """Fields of the request that have no effect."""
+        return ignored(self.body)
+
     # ── complete ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def whole(self, choices: Sequence[Choice], calls: Sequence[Call]) -> dict[str, Any]:
@@ -106,9 +111,8 @@ class Answer:
         return not self._is_plain and sum(len(choice.tokens) for choice in choices) > LONG
 
     def content(self, choices: Sequence[Choice], calls: Sequence[Call]) -> bytes:
-        """The complete answer as JSON.  A long one is encoded in pieces, so that other threads run in between."""
-        values = self.whole(choices, calls)
-        return "".join(ENCODER.iterencode(values) if self.is_long(choices) else ENCODER.encode(values)).encode()
+        """The complete answer as JSON."""
+        return encoded(self.whole(choices, calls), self.is_long(choices))
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         fields: dict[str, Any] = {"index": choice.index}
@@ -202,6 +206,10 @@ class Answer:
         last = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
         return event(last | {"choices": [], "usage": usage(calls)}) + DONE
 
+    def failed(self, refusal: Refusal) -> bytes:
+        """The end of a stream that fails."""
+        return event(refusal.body) + DONE
+
     def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
         choice.setdefault("logprobs", None)
         choice.setdefault("finish_reason", None)
@@ -287,9 +295,9 @@ def event(values: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(values, separators=(",", ":")).encode() + b"\n\n"
 
 
-def error_event(refusal: Refusal) -> bytes:
-    """The end of a stream that fails."""
-    return event(refusal.body) + DONE
+def encoded(values: dict[str, Any], is_long: bool) -> bytes:
+    """A complete answer as JSON; a long one in pieces, so that other threads run in between."""
+    return "".join(ENCODER.iterencode(values) if is_long else ENCODER.encode(values)).encode()
 
 
 def _finite(logprob: float) -> float:

@@ -47,6 +47,12 @@ REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "continue_final_message": ((False,), "the answer is a new message; leave it out"),
     "priority": ((0,), "requests are scheduled round-robin by API key; leave it out"),
     "moderation": ((), "answers are not moderated; leave it out"),
+    "previous_response_id": ((), "nothing is stored; send the whole conversation as input"),
+    "conversation": ((), "nothing is stored; send the whole conversation as input"),
+    "context_management": ((), "nothing is stored; send the conversation that you want to be read as input"),
+    "background": ((False,), "an answer is sent on the connection that asked for it; leave it out"),
+    "truncation": (("disabled",), "shorten the input yourself"),
+    "max_tool_calls": ((), "the only tools are functions, which you call yourself; leave it out"),
 }  # fmt: skip
 """Unsupported fields of other servers: the values without effect, besides null, that are accepted, and what to use
 instead."""

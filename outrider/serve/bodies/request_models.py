@@ -48,7 +48,7 @@ def _few(value: Any, most: int = MOST_KEYS) -> Any:
     return value
 
 
-def _at_most(most: int) -> BeforeValidator:
+def at_most(most: int) -> BeforeValidator:
     """Refuses a list that is too long before any of its items is validated."""
 
     def checked(value: Any) -> Any:
@@ -83,7 +83,7 @@ class TextPart(Body):
     """No effect: common prefixes are found automatically."""
 
 
-Content = Annotated[str | Annotated[list[TextPart], Field(fail_fast=True)], _at_most(MOST_PARTS)]
+Content = Annotated[str | Annotated[list[TextPart], Field(fail_fast=True)], at_most(MOST_PARTS)]
 
 
 class StreamOptions(Body):
@@ -130,15 +130,12 @@ class Speculative(Body):
     """Member of the server's `mix` that drafts."""
 
 
-class GenerationBody(Body):
-    """Fields of both completions and chats."""
+class SharedBody(Body):
+    """Fields of every request for a text."""
 
     model: str | None = None
     """The name in /v1/models; optional."""
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Positive | None = None
-    """Answers per prompt; the i-th uses `seed` + i."""
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WHOLE] | None = None
     """The same seed gives the same text with any drafter."""
@@ -160,25 +157,20 @@ class GenerationBody(Body):
         | None
     ) = None
     """Token id to the number that is added to its logit."""
-    max_tokens: Positive | None = None
     min_tokens: Natural | None = None
     """End tokens are forbidden before this many tokens."""
     ignore_eos: bool | None = None
     """End tokens are forbidden until `max_tokens`."""
-    response_format: Format | None = None
     prediction: Prediction | None = None
     """Text that the answer is likely to repeat: drafts are taken from it; the answer does not change."""
     speculative: bool | Speculative | None = None
     """false decodes without drafts."""
-    include_drafts: bool | None = None
-    """Add `outrider` to the answer: steps, drafted and accepted tokens, and which tokens were drafted."""
-    return_token_ids: bool | None = None
     parse_special: bool | None = None
     """Whether spelled-out special tokens become control tokens.  By default they do in prompts, but not in messages."""
     timeout: float | None = Field(None, gt=0, le=86_400)
     """Seconds after which the request ends with 408."""
     store: bool | None = None
-    """false: the drafter does not learn from this request."""
+    """false: the drafter does not learn from this request.  true has no effect."""
     user: str | None = None
     """No effect, like the three fields below."""
     metadata: Annotated[dict[str, str], Field(max_length=MOST_KEYS), BeforeValidator(_few)] | None = None
@@ -186,6 +178,20 @@ class GenerationBody(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     """No effect: common prefixes are found automatically."""
+    prompt_cache_retention: str | None = None
+
+
+class GenerationBody(SharedBody):
+    """Fields of both completions and chats."""
+
+    stream_options: StreamOptions | None = None
+    n: Positive | None = None
+    """Answers per prompt; the i-th uses `seed` + i."""
+    max_tokens: Positive | None = None
+    response_format: Format | None = None
+    include_drafts: bool | None = None
+    """Add `outrider` to the answer: steps, drafted and accepted tokens, and which tokens were drafted."""
+    return_token_ids: bool | None = None
 
 
 class CompletionRequest(GenerationBody):
@@ -245,7 +251,7 @@ class AssistantMessage(Body):
     content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True), _at_most(MOST_TOOLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True), at_most(MOST_TOOLS)] | None = None
     refusal: str | None = None
     annotations: Annotated[list[Any], Field(max_length=0, fail_fast=True)] | None = None
     audio: None = None
@@ -294,8 +300,8 @@ Variables = Annotated[dict[str, str | float | bool], Field(max_length=MOST_KEYS)
 class ChatRequest(GenerationBody):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), _at_most(MOST_MESSAGES)]
-    tools: Annotated[list[Tool], Field(fail_fast=True), _at_most(MOST_TOOLS)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MOST_MESSAGES)]
+    tools: Annotated[list[Tool], Field(fail_fast=True), at_most(MOST_TOOLS)] | None = None
     """Passed to the chat template."""
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     """none: no tools are passed to the template.  required, or a function: the answer is one call."""
@@ -309,17 +315,21 @@ class ChatRequest(GenerationBody):
 
 
 IDLE = (
-    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
 )  # fmt: skip
 """Fields that are accepted and have no effect."""
 
 
+def idle_fields(body: SharedBody) -> list[str]:
+    """Fields that every body may have, and that have no effect in this one."""
+    return [name for name in IDLE if getattr(body, name) is not None] + ["store"] * (body.store is True)
+
+
 def ignored(body: CompletionRequest | ChatRequest) -> list[str]:
     """Fields of this body that have no effect; a response header lists them."""
-    names = [name for name in IDLE if getattr(body, name, None) is not None]
     items = [*getattr(body, "messages", ()), *(getattr(body, "tools", None) or ())]
     parts = [part for item in items if isinstance(getattr(item, "content", None), list) for part in item.content]
-    return names + ["cache_control"] * any(item.cache_control is not None for item in [*items, *parts])
+    return idle_fields(body) + ["cache_control"] * any(item.cache_control is not None for item in [*items, *parts])
 
 
 def offered_tools(body: Any) -> list[Tool]:
@@ -345,8 +355,8 @@ class TokenizeText(Body):
 
 class TokenizeChat(Body):
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), _at_most(MOST_MESSAGES)]
-    tools: Annotated[list[Tool], Field(fail_fast=True), _at_most(MOST_TOOLS)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MOST_MESSAGES)]
+    tools: Annotated[list[Tool], Field(fail_fast=True), at_most(MOST_TOOLS)] | None = None
     chat_template_kwargs: Variables | None = None
     parse_special: bool | None = None
     """false by default, as in a chat."""

@@ -30,6 +30,7 @@ from outrider.serve.bodies.request_models import (
     Tool,
     offered_tools,
 )
+from outrider.serve.bodies.schemas import bounded
 from outrider.serve.config import Config
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.text.control import text_tokens
@@ -40,8 +41,6 @@ from outrider.targets.text.tool_calls import CallParser, schema_of
 
 COMPLETION_TOKENS = 16
 """`max_tokens` of a completion that does not set it, as in OpenAI's API."""
-GAP = r"( |\n[ \t]{0,24})?"
-"""White space allowed between two parts of JSON: a small model may otherwise write line feeds until it is cut off."""
 LETTERS = 8
 """Texts of more characters per token of the limit are encoded in pieces, to see whether they are too long."""
 SEAM = 64
@@ -301,11 +300,10 @@ def _grammar(body: TextRequest, calls: CallParser | None) -> Grammar | None:
         return None
     else:
         schema = form.json_schema.schema_ if isinstance(form, SchemaFormat) else {"type": "object"}
-    text = json.dumps({"x-guidance": {"whitespace_pattern": GAP}} | schema)
-    if len(text) > LARGEST_SCHEMA:
-        raise invalid(f"the schema has {len(text)} characters, more than {LARGEST_SCHEMA}", param)
+    if (size := len(json.dumps(schema))) > LARGEST_SCHEMA:
+        raise invalid(f"the schema has {size} characters, more than {LARGEST_SCHEMA}", param)
     with _reported(param):
-        return Grammar.json(text)
+        return Grammar.json(bounded(schema))
 
 
 @contextmanager

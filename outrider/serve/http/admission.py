@@ -25,7 +25,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN = {"/", "/health", "/metrics", "/stats", "/openapi.json"}
+OPEN = {"/", "/health", "/ready", "/metrics", "/stats", "/openapi.json"}
 """Pages that show nobody's text, as in vLLM: they need no key, and are served while the server is stopping."""
 LOCAL = {"localhost", "ip6-localhost"}
 

@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 import outrider
 from outrider.serve.bodies import request_models as requests
 from outrider.serve.bodies.refusals import Refusal, internal
-from outrider.serve.bodies.request_models import ignored
+from outrider.serve.bodies.responses import ResponseRequest
 from outrider.serve.http import response_models as responses
 from outrider.serve.http.admission import Receive, Scope, Send, response_to
 from outrider.serve.http.document import document, responses_of, with_body
@@ -95,6 +95,11 @@ def _add_texts(router: APIRouter, service: Service) -> None:
         """Answer a chat."""
         return await answer(request, "chat")
 
+    @router.post("/v1/responses", **with_body(responses.Response, ResponseRequest, streams=True))
+    async def new_response(request: Request) -> Response:
+        """Answer a conversation in the form of OpenAI's responses API; nothing is stored."""
+        return await answer(request, "response")
+
     @router.post("/v1/embeddings", include_in_schema=False)
     async def embeddings() -> Response:
         raise Refusal(
@@ -118,13 +123,20 @@ def _add_texts(router: APIRouter, service: Service) -> None:
 def _add_pages(app: FastAPI, service: Service, telemetry: Telemetry, is_stopping: Callable[[], bool]) -> None:
     html, policy = page()
 
+    def status() -> str:
+        if service.engine.error:
+            return "failed"
+        return "stopping" if is_stopping() else "degraded" if service.engine.is_degraded else "ok"
+
     @app.get("/health", responses=responses_of(responses.Health) | {503: {"model": responses.Health}})
     async def health() -> Response:
-        """Whether the server answers requests."""
-        engine = service.engine
-        working = "degraded" if engine.is_degraded else "ok"
-        status = "failed" if engine.error else "stopping" if is_stopping() else working
-        return JSONResponse({"status": status}, 200 if status in ("ok", "degraded") else 503)
+        """Whether the process works; a server that fails should be restarted."""
+        return JSONResponse({"status": status()}, 503 if service.engine.error else 200)
+
+    @app.get("/ready", responses=responses_of(responses.Health) | {503: {"model": responses.Health}})
+    async def ready() -> Response:
+        """Whether new requests are admitted; a server that is not ready should be sent none."""
+        return JSONResponse({"status": status()}, 503 if service.engine.error or is_stopping() else 200)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -202,7 +214,7 @@ class JobResponse(Response):
 
     @property
     def _job_headers(self) -> dict[str, str]:
-        unused = ignored(self.job.body)
+        unused = self.job.answer.ignored
         return {"x-request-id": self.job.answer.id} | ({"x-ignored-fields": ", ".join(unused)} if unused else {})
 
 

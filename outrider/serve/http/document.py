@@ -10,12 +10,13 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from outrider.serve.bodies import request_models as requests
+from outrider.serve.bodies.responses import ResponseRequest
 from outrider.serve.http.response_models import Error, Event
 from outrider.serve.service import Service
 
 BODIES: tuple[type[BaseModel], ...] = (
     requests.CompletionRequest, requests.ChatRequest, requests.TokenizeText, requests.TokenizeChat,
-    requests.DetokenizeRequest,
+    requests.DetokenizeRequest, ResponseRequest,
 )  # fmt: skip
 REFUSALS = {
     400: "The request is invalid; the message says why.",
@@ -67,7 +68,8 @@ def _limit(schemas: dict[str, Any], service: Service) -> None:
     """Write this server's limits into the schemas of the bodies."""
     config, longest = service.config, service.engine.length - 1
     max_tokens = min(longest, config.max_tokens or longest)
-    limits = {"n": config.n} | dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), max_tokens)
+    names = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
+    limits = {"n": config.n} | dict.fromkeys(names, max_tokens)
     for body in BODIES:
         fields = schemas[body.__name__]["properties"]
         fields["model"] = {"enum": [service.name, None], "description": "The model, or null."}

@@ -142,6 +142,79 @@ class ChatCompletion(Reply):
     outrider: Drafts | None = None
 
 
+# ── responses ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class OutputText(Reply):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[TokenLogprob]
+
+
+class OutputMessage(Reply):
+    type: Literal["message"]
+    id: str
+    status: Literal["completed", "incomplete"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class OutputCall(Reply):
+    type: Literal["function_call"]
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+    status: Literal["completed"]
+
+
+class OutputTokens(Reply):
+    reasoning_tokens: int
+
+
+class InputTokens(CachedTokens):
+    cache_write_tokens: int
+
+
+class ResponseUsage(Reply):
+    input_tokens: int
+    input_tokens_details: InputTokens
+    output_tokens: int
+    output_tokens_details: OutputTokens
+    total_tokens: int
+
+
+class Incomplete(Reply):
+    reason: Literal["max_output_tokens"]
+
+
+class Response(Reply):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    background: Literal[False]
+    error: None
+    incomplete_details: Incomplete | None
+    instructions: str | None
+    max_output_tokens: int | None
+    model: str
+    output: list[OutputMessage | OutputCall]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    store: Literal[False]
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float | None
+    truncation: Literal["disabled"]
+    metadata: dict[str, str]
+    usage: ResponseUsage
+
+
 class Event(BaseModel):
     """A server-sent event of a stream."""
 
