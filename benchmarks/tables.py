@@ -112,6 +112,11 @@ TABLES: dict[str, list[Table]] = {
         Table("plan", "kind=drafter; rows; predicted.peak_bytes/1e6:,.0f=planned MB; found.peak_bytes/1e6:,.0f=found; "
               "predicted.seconds:.2f=planned s; found.seconds:.2f=found"),
     ],
+    "recipes": [
+        Table("rows", "recipe; devices=H100; answer_hours:.1f=to answer, h; read_hours:.1f=to read, h; "
+              "train_hours:.1f=to train, h; tokens/1e6:,.0f=tokens, M; device_bytes/1e9:.0f=GB of each; "
+              "disk_bytes/1e9:.0f=GB of disk"),
+    ],
     "gate": [Table("cases", "times=pairs; stopped; warned; stops_by_rule=stopped by")],
     "engines": [
         Table("rows", "row=draft; texts_equal; prompts; steps=steps, ours and engine; steps_equal:.1%; error:reason"),

@@ -16,6 +16,7 @@ from outrider.cli.stages import Printer
 from outrider.errors import ConfigError, ExportError
 from outrider.loading import describe
 from outrider.measure.tasks import names as tasks
+from outrider.plan.paper import hardware as table
 from outrider.runs import stages
 from outrider.targets.load import load_target
 
@@ -34,6 +35,13 @@ Track = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print counts and sizes, and write nothing.")]
 
+Hardware = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="With --dry-run, compute hours on this accelerator; `list` of `plan` names them."
+    ),
+]
+Devices = Annotated[int, typer.Option(min=1, help="Number of accelerators for --hardware.")]
 Measure = Annotated[
     bool,
     typer.Option("--measure", help="As --dry-run, and measure two steps: memory, time, which train.tokens fits."),
@@ -49,12 +57,17 @@ def run(
     yes: Yes = False,
     force: Force = False,
     track: Track = None,
+    hardware: Hardware = None,
+    devices: Devices = 1,
 ) -> None:
     """Run all stages of a run file: prepare, train, evaluate.  Rerun the same command to resume."""
     place_of_json(json_to)
     all_overrides = [*_skipping(overrides, skip_bad), *_tracked(track)]
+    if hardware is not None and not dry_run:
+        raise ConfigError(f"--hardware {hardware} has no effect without --dry-run; add it, or leave --hardware out")
     if dry_run:
-        preview(file, all_overrides, json_to=json_to)
+        place = None if hardware is None else table.place(hardware, devices)
+        show(stages.plan(file, all_overrides, place=place), json_to)
         return
     report = stages.run(file, all_overrides, reporter=Printer(yes), force=force)
     if report is not None:
@@ -113,10 +126,10 @@ def _skipping(overrides: list[str] | None, skip_bad: bool) -> list[str]:
 
 
 def preview(
-    file: Path, overrides: list[str], only: Sequence[stages.Stage] | None = None, json_to: str | None = None
+    file: Path, overrides: list[str], only: Sequence[stages.Stage] | None = None
 ) -> None:  # fmt: skip
     """Print what a run will do."""
-    show(stages.plan(file, overrides, stages=only), json_to)
+    show(stages.plan(file, overrides, stages=only), None)
 
 
 def show(lines: Sequence[stages.Line], json_to: str | None) -> None:

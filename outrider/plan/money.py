@@ -52,8 +52,8 @@ def once(
     tokens = training.answers * length
     passes = 1.0 if training.token_bytes else training.epochs
     reading = 2 * model.active * tokens * passes
-    weights = draft.model.parameters + draft.model.head if draft.model else 0
-    operations = reading + 6 * weights * tokens * training.epochs
+    trained = draft.training_flops(model, length, demand.new_tokens) * training.answers * training.epochs
+    operations = reading + trained
     speed = place.devices * place.accelerator.flops["bf16"] * place.efficiency.training
     hours = writing / 3600, operations / speed / 3600
     stored = training.token_bytes * tokens + draft.weight_bytes
@@ -62,7 +62,7 @@ def once(
     parts = [*(priced or ()), *([] if storage is None else [storage])]
     assumed = (
         f"{training.answers:,} answers of {demand.new_tokens:.0f} tokens, generated {slots} at once",
-        f"{training.epochs:g} epochs over {tokens:,.0f} tokens, six operations per trained weight and token",
+        f"{training.epochs:g} epochs over {tokens:,.0f} tokens, six operations per trained weight and row",
         *(["hours have no price"] if priced is None and storage is not None else []),
         *(["storage has no price"] if priced is not None and storage is None else []),
     )

@@ -29,6 +29,7 @@ from outrider.measure.row import training_of
 from outrider.measure.tasks.names import Prompt, prompts
 from outrider.measure.tasks.prompts import as_tokens
 from outrider.nn.draft_model import DraftModel, FeatureSource
+from outrider.plan.paper.hardware import Place
 from outrider.processes import ALONE, Processes
 from outrider.report.schema import Report
 from outrider.runs import evaluation, readers
@@ -36,7 +37,7 @@ from outrider.runs import features as run_features
 from outrider.runs import reporter as events
 from outrider.runs.baselines import metrics_of
 from outrider.runs.file import RunConfig, load
-from outrider.runs.forecast import training_plan
+from outrider.runs.forecast import on_accelerator, training_plan
 from outrider.runs.forecast.checks import Inputs, check
 from outrider.runs.forecast.preview import Line, answers_bytes, preview, written_bytes
 from outrider.runs.forecast.weights import why_weights
@@ -114,18 +115,20 @@ def _run(
 
 
 def plan(
-    file: str | Path, overrides: Sequence[str] = (), *, stages: Sequence[Stage] | None = None, measure: bool = False
+    file: str | Path, overrides: Sequence[str] = (), *, stages: Sequence[Stage] | None = None, measure: bool = False,
+    place: Place | None = None,
 ) -> list[Line]:  # fmt: skip
     """What `run` will do, with all checks: counts, tokens, steps, memory, disk, time.  Writes nothing.
 
-    measure: also measure two training steps; see `training_plan`.
+    measure: also measure two training steps; see `training_plan`.  place: accelerators to compute hours for.
     Raises as `run` does.
     """
     settings, chosen = _chosen(file, overrides, stages)
     with located(file, overrides):
         inputs = check(settings, chosen)
         measured = training_plan.lines(settings, inputs) if measure else []
-        return [*preview(settings, chosen, inputs), *measured]
+        computed = on_accelerator.lines(settings, inputs, place) if place is not None else ()
+        return [*preview(settings, chosen, inputs), *measured, *computed]
 
 
 def _chosen(

@@ -1,8 +1,7 @@
 """The run files of recipes/targets: a dry run with the shapes of each target, and two steps on a small random model of
 its family.
 
-The shapes are those that the targets' authors publish, written with transformers' config classes; Gemma 4's are its
-class's own.  Neither weights nor the network are needed.
+The shapes are those of benchmarks/recipes.py.  Neither weights nor the network are needed.
 """
 
 import json
@@ -15,35 +14,16 @@ import torch
 from tiny import make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks import recipes
 from outrider.checkpoint import manifest_of
+from outrider.errors import ConfigError
+from outrider.plan.paper import hardware
 from outrider.runs.file import load
 from outrider.runs.stages import plan, run
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPES = sorted((ROOT / "recipes" / "targets").glob("*.yaml"))
-QWEN3 = {
-    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
-    "rope_theta": 1e6, "tie_word_embeddings": True,
-}  # fmt: skip
-SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-SHAPES: dict[str, tuple[str, dict[str, Any], float]] = {
-    "qwen3-0.6b": ("qwen3", QWEN3 | dict(zip(SIZES, (1024, 3072, 16, 28), strict=True)), 0.596e9),
-    "qwen3-4b": ("qwen3", QWEN3 | dict(zip(SIZES, (2560, 9728, 32, 36), strict=True)), 4.02e9),
-    "qwen3-8b": (
-        "qwen3", QWEN3 | dict(zip(SIZES, (4096, 12288, 32, 36), strict=True)) | {"tie_word_embeddings": False}, 8.19e9,
-    ),
-    "llama-3.1-8b": ("llama", {
-        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "vocab_size": 128256,
-        "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192}, "max_position_embeddings": 131072,
-        "tie_word_embeddings": False, **dict(zip(SIZES, (4096, 14336, 32, 32), strict=True))}, 8.03e9),
-    "gemma-3-4b": ("gemma3_text", {
-        "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 1024,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        **dict(zip(SIZES, (2560, 10240, 8, 34), strict=True))}, 3.88e9),
-    "gemma-4-e2b": ("gemma4_text", {}, math.nan),
-    "gpt-oss-20b": ("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}, 20.9e9),
-}  # fmt: skip
+SHAPES: dict[str, tuple[str, dict[str, Any], float]] = recipes.SHAPES
 """Model type, config and published number of parameters, by the name of the target in the file's."""
 
 SMALL = {
@@ -114,6 +94,29 @@ def test_a_dry_run_says_sizes_memory_disk_and_hours(path: Path, tmp_path: Path) 
     assert {line.what for line in hours} >= {"time to write them, at most", "features live: time of the target"}
     assert all(isinstance(line.value, float) and line.value > 0 for line in hours)
     assert not (tmp_path / "runs").exists()
+
+
+def test_hours_on_accelerators_are_computed(tmp_path: Path) -> None:
+    """Catches hours that do not fall with more accelerators, and a target that does not fit and is planned for."""
+    path, folder = ROOT / "recipes" / "targets" / "qwen3-8b-dspark.yaml", tmp_path / "target"
+    kind, config, _ = of(path)
+    AutoConfig.for_model(kind, **config, dtype="bfloat16").save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    changes = [*here(folder), "prepare.count=64"]
+    of_one, of_eight = (
+        {
+            line.what: line.value
+            for line in plan(path, changes, place=hardware.place("h100", count))
+            if "h100" in line.stage
+        }
+        for count in (1, 8)
+    )
+    assert of_one["all of this"] == "computed, not measured"
+    for what in ("time to train, at most", "time of the target to read them, at most"):
+        assert of_one[what] == pytest.approx(8 * of_eight[what])
+    small = hardware.place("l4")._replace(accelerator=hardware.find("l4")._replace(memory_bytes=16e9))
+    with pytest.raises(ConfigError, match=r"takes 16 GB and 1 l4 have 16; give more --devices"):
+        plan(path, changes, place=small)
 
 
 def small_target(folder: Path, kind: str) -> Path:

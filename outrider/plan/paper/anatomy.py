@@ -6,6 +6,7 @@ A required field that is missing from config.json is an error: the library's def
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,22 +212,30 @@ def _is_table(name: str) -> bool:
 
 
 def _attention(config: Any) -> tuple[Attention, ...]:
-    """Layers by attention window; layers with a state in place of a cache are left out."""
-    kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
+    """Layers by attention window and size of heads; layers with a state in place of a cache are left out."""
+    count = config.num_hidden_layers
+    kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
+    of_layers = getattr(config, "per_layer_config", None)  # of families whose layers have heads of unequal size
+    each = [config] * count if of_layers is None else [of_layers[n] for n in range(count)]
+    alike = Counter(
+        (kind, _sizes(layer)) for kind, layer in zip(kinds, each, strict=True)
+        if kind in ("full_attention", "sliding_attention") and getattr(layer, "num_attention_heads", None)
+    )  # fmt: skip
+    return tuple(
+        Attention(many, window if kind == "sliding_attention" else None, many * cached, many * flops)
+        for (kind, (window, cached, flops)), many in sorted(alike.items(), key=lambda item: item[0][0])
+    )
+
+
+def _sizes(layer: Any) -> tuple[int | None, int, int]:
+    """A layer's window, the bytes of a token in its cache, and the operations of a row per token it attends to."""
     # bytes of a key or value: the type of the weights that are not quantised
-    size = 2 if "float32" not in str(config.dtype) else 4
-    heads = getattr(config, "num_attention_heads", None)
-    if not heads:
-        return ()
-    latent = getattr(config, "kv_lora_rank", None)
+    size, heads = 2 if "float32" not in str(layer.dtype) else 4, layer.num_attention_heads
+    window, latent = getattr(layer, "sliding_window", None), getattr(layer, "kv_lora_rank", None)
     if latent:
-        numbers, flops = latent + config.qk_rope_head_dim, 2 * heads * (2 * latent + config.qk_rope_head_dim)
+        numbers, flops = latent + layer.qk_rope_head_dim, 2 * heads * (2 * latent + layer.qk_rope_head_dim)
     else:
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        shared = getattr(config, "num_key_value_heads", None) or heads
+        width = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        shared = getattr(layer, "num_key_value_heads", None) or heads
         numbers, flops = 2 * shared * width, 4 * heads * width
-    attention = []
-    for kind, window in (("full_attention", None), ("sliding_attention", getattr(config, "sliding_window", None))):
-        if count := kinds.count(kind):
-            attention.append(Attention(count, window, count * numbers * size, count * flops))
-    return tuple(attention)
+    return window, numbers * size, flops

@@ -26,6 +26,9 @@ from outrider.targets.sketch import Sketch
 SEQUENTIAL = ("markov_w2", "weight_hh", "weight_ih")
 """Weights of a small head that is applied to the tokens of a block one after another."""
 EMBEDDINGS = ("embed", "markov_w1")
+FUSING = "fc.weight"
+CONTEXT = ("k_proj", "v_proj")
+"""Weights of a block drafter that are applied to the text, not only to blocks."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,14 @@ class DraftModelOnPaper:
     """None for lookups."""
     sequential: int = 0
     """Number of weights that are read once per token of a block."""
+    config: Any = None
+    """Its settings; None for lookups and other language models."""
+    trains_head: bool = False
+    """Its output layer is its own, not the target's."""
+    fusing_weights: int = 0
+    """Weights that fuse the target's states, once per token of the text."""
+    context_weights: int = 0
+    """Weights of keys and values."""
 
     @property
     def weight_bytes(self) -> float:
@@ -58,6 +69,27 @@ class DraftModelOnPaper:
         each = self.sequential * self.model.weight.bytes / place.bandwidth + place.efficiency.layer_s
         sequential = depth * each if self.sequential else 0.0
         return pass_of(self.model, place, batch, depth, context).seconds + overhead + sequential
+
+    def training_flops(self, target: Anatomy, length: float, learnt: float) -> float:
+        """Operations of training on one text of `length` tokens, of which the last `learnt` train.
+
+        Two per weight and row forward and four backward; two backward where a weight is frozen.  Rows are anchors times
+        the tokens of a block, or times unrolled steps.  Attention, a few per cent, and the target's own pass are left
+        out.
+        """
+        if self.model is None:
+            return 0.0
+        depth = getattr(self.config, "block", None) or getattr(self.config, "ttt", None)
+        anchors = min(learnt, getattr(self.config, "anchors", None) or learnt)
+        rows = learnt if depth is None else anchors * depth
+        slots = rows + anchors * (not getattr(self.config, "anchor_predicts", True))
+        if self.way == "once" and depth is not None:
+            layers = self.context_weights * length + (self.model.read - self.fusing_weights) * slots
+        else:  # its first step reads every pair of the text
+            layers = (self.model.read - self.fusing_weights) * (length + slots - anchors)
+        head = (6 if self.trains_head else 4) * self.model.head + 2 * target.head
+        # the target's states, which are fused, need no gradient
+        return 4 * self.fusing_weights * length + 6 * layers + (head + 6 * self.sequential) * rows
 
     def prompt_seconds(self, place: Place, tokens: float) -> float:
         """Seconds to read a prompt, after the target has read it."""
@@ -123,7 +155,9 @@ def _counted(kind: str, way: Cost, target: Sketch, settings: Mapping[str, Any]) 
         expert=0, experts=0, experts_per_token=0, attention=_attention(config, spec, layers, weight.bytes),
         weight=weight, expert_weight=weight, head_bytes=weight.bytes,
     )  # fmt: skip
-    return DraftModelOnPaper(kind, way, anatomy, sequential)
+    return DraftModelOnPaper(
+        kind, way, anatomy, sequential, model.config, bool(own_head), size_of(FUSING), size_of(*CONTEXT)
+    )
 
 
 def _attention(config: Any, spec: Any, layers: int, size: float) -> tuple[Attention, ...]:

@@ -1,0 +1,127 @@
+"""Hours, memory and disk of a run on accelerators of the table, computed from shapes alone: nothing is measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from outrider.data.features import encodings
+from outrider.errors import ConfigError
+from outrider.plan.paper import drafts, weights
+from outrider.plan.paper.anatomy import of_sketch
+from outrider.plan.paper.hardware import Place
+from outrider.plan.paper.roofline import pass_of
+from outrider.runs.file import RunConfig
+from outrider.runs.forecast import cost
+from outrider.runs.forecast.checks import Inputs
+from outrider.runs.forecast.preview import Line
+from outrider.targets.sketch import Sketch
+
+MOST_SLOTS = 256
+"""Most texts that are answered at a time."""
+RESERVED = 0.1
+"""Share of an accelerator's memory that weights and caches do not get."""
+
+
+class Texts(NamedTuple):
+    """The texts of a run."""
+
+    count: int
+    prompt: float
+    """Mean tokens of a prompt."""
+    answer: float
+    """Mean tokens of an answer."""
+
+    @property
+    def tokens(self) -> float:
+        return self.count * (self.prompt + self.answer)
+
+
+class Work(NamedTuple):
+    """What a run takes."""
+
+    slots: int
+    """Texts answered at a time."""
+    answer_hours: float
+    read_hours: float
+    """Of the target's passes over the texts."""
+    train_hours: float
+    device_bytes: float
+    """Memory of one accelerator while it trains: its share of the target, the drafter with gradients, two moments and
+    float32 weights; without activations."""
+    disk_bytes: float
+    """Answers, stored states and the checkpoint."""
+
+
+def work(settings: RunConfig, target: Sketch, place: Place, texts: Texts) -> Work:
+    """Hours, memory and disk.  Raises ConfigError for a drafter without sizes on paper, and a target that doesn't fit.
+
+    The target is split over all accelerators; the drafter's trainers share the batch.
+    """
+    assert settings.train is not None
+    model = of_sketch(target, weights.stored({"dtype": target.spec.dtype}, settings.target.quantize, target.spec.name))
+    given = {key: value for key, value in settings.drafter.items() if key != "kind"}
+    draft = drafts.on_paper(settings.drafter["kind"], target, **given)
+    if draft.model is None:
+        raise ConfigError(f"{draft.kind} is not trained, so a training takes nothing; leave --hardware out")
+    room = (1 - RESERVED) * place.memory_bytes - model.weight_bytes
+    if room <= 0:
+        raise ConfigError(
+            f"{target.spec.name} takes {model.weight_bytes / 1e9:.0f} GB and {place.devices} "
+            f"{place.accelerator.name} have {place.memory_bytes / 1e9:.0f}; give more --devices"
+        )
+    passes = passes_of(settings, texts.count)
+    slots = max(1, min(MOST_SLOTS, int(room / max(1.0, model.cache_bytes(texts.prompt + texts.answer)))))
+    step = pass_of(model, place, slots, 1, texts.prompt + texts.answer / 2).seconds + place.efficiency.step_s
+    answering = texts.count * texts.answer * step / slots + 2 * model.active * texts.count * texts.prompt / speed(place)
+    stored = settings.prepare.stores_states
+    reading = 2 * model.active * texts.tokens * (1 if stored else passes)
+    training = draft.training_flops(model, texts.prompt + texts.answer, texts.answer) * texts.count * passes
+    each = state_bytes(settings, target, draft.config) if stored else 0.0
+    return Work(
+        slots, answering / 3600, reading / speed(place) / 3600, training / training_speed(place) / 3600,
+        model.weight_bytes / place.devices + 16 * draft.model.parameters,
+        (cost.ID_BYTES + each) * texts.tokens + 12 * draft.model.parameters,
+    )  # fmt: skip
+
+
+def passes_of(settings: RunConfig, texts: int) -> float:
+    """Passes over the texts."""
+    assert settings.train is not None
+    per_pass = math.ceil(texts / (settings.train.batch * settings.train.accumulate))
+    return settings.train.steps / per_pass if settings.train.steps else float(settings.train.epochs or 0)
+
+
+def speed(place: Place) -> float:
+    """Operations per second of passes over many rows."""
+    return place.flops("bf16")
+
+
+def training_speed(place: Place) -> float:
+    """Operations per second of training."""
+    return place.devices * place.accelerator.flops["bf16"] * place.efficiency.training
+
+
+def state_bytes(settings: RunConfig, target: Sketch, config: object) -> float:
+    """Bytes of a token's stored states."""
+    prepare, taps = settings.prepare, getattr(config, "taps", None) or ()
+    return encodings.bytes_per_token(prepare.feature_encoding, target.spec.hidden, len(taps), prepare.top_logprobs)
+
+
+def lines(settings: RunConfig, inputs: Inputs, place: Place) -> Iterator[Line]:
+    """What a dry run says of these accelerators.  Raises ConfigError where nothing can be computed."""
+    target, count = inputs.target, len(inputs.conversations)
+    if target is None or settings.train is None or not count:
+        raise ConfigError("--hardware needs the target's config, prompts and a `train:` section; leave it out without")
+    tokens = cost.tokens_of(settings, inputs)
+    texts = Texts(count, tokens.source / count, tokens.answers / count)
+    work_of_run, name = work(settings, target, place, texts), f"{place.devices} {place.accelerator.name}"
+    stage = f"on {name}"
+    yield Line(stage, "all of this", "computed, not measured")
+    yield Line(stage, "texts answered at a time", work_of_run.slots)
+    yield Line(stage, "time to write the answers, at most", 60 * work_of_run.answer_hours, "minutes")
+    yield Line(stage, "time of the target to read them, at most", 60 * work_of_run.read_hours, "minutes")
+    yield Line(stage, "time to train, at most", 60 * work_of_run.train_hours, "minutes")
+    yield Line(stage, "memory of each, without activations", round(work_of_run.device_bytes), "bytes")
+    yield Line(stage, "disk, at most", round(work_of_run.disk_bytes), "bytes")
