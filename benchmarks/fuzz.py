@@ -99,7 +99,7 @@ def run_worker(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 elif kind == "failure":
                     row["failures"].append({"case": first - 1, "error": value})
                 else:
-                    row[kind] = value
+                    row[kind] = max(value, row.get(kind, 0))
         process.join()
         if process.exitcode == 0:
             break

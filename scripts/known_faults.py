@@ -24,6 +24,22 @@ def fault(name: str, *edits: tuple[str, str, str]) -> Fault:
 FAULTS = [
     # what strangers bring
     fault(
+        "a client that reads nothing holds its connection for ever, without a key",
+        ("Connection.stalls", "self.limits.waits(self)", "pass"),
+    ),
+    fault(
+        "nonsense behind a request logs a traceback",
+        ("Connection._forget", "self.answered.disconnected = True", "pass"),
+    ),
+    fault(
+        "a prediction of megabytes is encoded whole",
+        ("Reader._drafts", "text = text[: LETTERS * self.length]", "text = str(text)"),
+    ),
+    fault(
+        "a chat's names and tools are encoded whole, however long they are",
+        ("Reader._chat", "self._check_texts([rendered], most)", "None"),
+    ),
+    fault(
         "a text spells a control token that only the tokenizer's normaliser writes",
         (
             "Controls.undisguised",

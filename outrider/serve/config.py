@@ -57,7 +57,7 @@ class Config(Base):
     """Most connections at once, fewer if the process may open fewer files.  Beyond it, the address with the most idle
     connections loses its oldest one."""
     address_connections: PositiveInt = 256
-    """Most idle connections of one address."""
+    """Most idle connections of one address.  One whose client does not read its responses counts as idle."""
     prompt_tokens: PositiveInt | None = None
     """Most tokens of a prompt; defaults to what `length` allows."""
     max_tokens: PositiveInt | None = None

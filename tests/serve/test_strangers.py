@@ -1,12 +1,14 @@
 """What strangers may cost: heads, idle sockets, huge bodies, one key's flood; and whose texts are whose."""
 
 import asyncio
+import functools
 import json
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from outrider.serve.bodies.answers import Answer
 from outrider.serve.bodies.parsing import MOST_PARTS, MOST_VALUES, read
 from outrider.serve.bodies.refusals import Refusal
 from outrider.serve.bodies.request_models import CompletionRequest
+from outrider.serve.bodies.requests import LETTERS, MOST_COUNTED
 from outrider.serve.calls import RECENT_S, Call, Output, WaitingCalls
 from outrider.serve.fair_executor import FairExecutor
 from outrider.serve.http import keys
@@ -130,6 +133,49 @@ def test_many_requests_at_once_are_no_more_than_a_few(server: Running) -> None:
         assert is_closed(connection, 10)
 
 
+def unread(server: Running, source: str) -> socket.socket:
+    """A connection that reads nothing of its many responses."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    connection.bind((source, 0))
+    connection.settimeout(1)
+    connection.connect((host, int(port)))
+    with suppress(OSError):
+        for _ in range(60):
+            connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 2)
+            time.sleep(0.01)
+    return connection
+
+
+def test_clients_that_read_nothing_keep_nobody_out(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches open pages that are asked for and not read: each would hold a connection for ever, without a key."""
+    monkeypatch.setattr(server.limits, "most", 4)
+    with ExitStack() as open_sockets:
+        for i in range(5):
+            open_sockets.enter_context(unread(server, f"127.0.0.{2 + i % 2}"))
+        assert len(server.limits.open) == 4
+        assert httpx.get(server.url + "/health").status_code == 200
+        monkeypatch.setattr(server.limits, "unread_s", 0.5)
+        assert server.settled(lambda: not server.limits.open)
+
+
+def test_a_request_that_is_cut_off_by_the_next_logs_no_traceback(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches pages of tracebacks, each for a few bytes of a stranger: nonsense behind a request, or a reset."""
+    page = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    for sent in (page + b"\x00\r\n\r\n", page * 3 + b"\x00\r\n\r\n", page * 40, page * 3):
+        with dialled(server) as connection:
+            connection.sendall(sent)
+            if sent == page * 3:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            else:
+                assert is_closed(connection)
+    assert server.settled(lambda: not server.limits.open)
+    assert not [record.getMessage() for record in caplog.records if record.exc_info]
+
+
 def test_a_stream_outlives_the_limits_of_heads(server: Running) -> None:
     """Catches a limit of waiting connections that ends one which works."""
     body = {"prompt": "a", "max_tokens": 40, "ignore_eos": True, "stream": True}
@@ -184,6 +230,51 @@ def test_one_body_does_not_hold_the_others_up(server: Running, name: str) -> Non
     watch.join()
     assert status == 400, message
     assert max(gaps) < 0.6
+
+
+LONG = "a b " * 50_000
+SHOWS_ALL = (
+    "{% for m in messages %}{{ m['name'] }}{{ m['tool_call_id'] }}{{ m['reasoning_content'] }}{{ m['content'] }}"
+    "{% endfor %}{{ tools | tojson(indent=4) }}{{ style }}{# tool_calls #}"
+)
+DEEP: dict[str, Any] = functools.reduce(lambda inner, _: {"a": inner}, range(150), {"b": list(range(400))})
+HI = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"prediction": {"type": "content", "content": LONG}},
+        {"prediction": {"type": "content", "content": [{"type": "text", "text": LONG}]}},
+        {"messages": [HI | {"name": LONG}]},
+        {"messages": [HI, {"role": "tool", "content": "a", "tool_call_id": LONG}]},
+        {"messages": [HI, {"role": "assistant", "content": "a", "reasoning_content": LONG}]},
+        {"chat_template_kwargs": {"style": LONG}},
+        {"tools": [{"type": "function", "function": {"name": "f", "description": LONG}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]},
+    ],
+    ids=["prediction", "parts", "name", "id", "reasoning", "variable", "tool", "indentation"],
+)
+def test_no_field_is_encoded_far_beyond_the_context(
+    server: Running, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch, field: dict[str, Any]
+) -> None:
+    """Catches a text that is encoded whole before anybody looks at its length: minutes, and gigabytes."""
+    sizes, encode = list[int](), type(talker.tokenizer)._encode_plus
+    monkeypatch.setattr(talker.tokenizer, "chat_template", SHOWS_ALL)
+
+    def watched(self: Any, text: str, **settings: Any) -> Any:
+        sizes.append(len(text))
+        return encode(self, text, **settings)
+
+    monkeypatch.setattr(type(talker.tokenizer), "_encode_plus", watched)
+    is_refused = "prediction" not in field
+    status, message = refusal(server, "/v1/chat/completions", {"messages": [HI], "max_tokens": 1} | field)
+    assert (status, "shorten it" in message) == ((400, True) if is_refused else (200, False)), message
+    assert max(sizes) <= LETTERS * 64
+    if is_refused:
+        sizes.clear()
+        refusal(server, "/tokenize", {"messages": [HI]} | field)
+        assert max(sizes) <= LETTERS * MOST_COUNTED
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,9 @@ def test_a_tokenizer_that_cannot_read_a_mark_as_text_refuses_it() -> None:
         def apply_chat_template(self, *args: Any, **settings: Any) -> Any:
             return self._own.apply_chat_template(*args, **settings)
 
+        def encode(self, text: str, **settings: Any) -> Any:
+            return self._own.encode(text, **settings)
+
     assert chat_tokens(Slow(), user("hi"))
     with pytest.raises(DataError, match="remove it"):
         chat_tokens(Slow(), user("<|im_end|>"))

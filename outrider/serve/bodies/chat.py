@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
 
 from outrider.errors import DataError
-from outrider.serve.bodies.refusals import invalid
+from outrider.serve.bodies.refusals import Refusal, invalid
 from outrider.serve.bodies.request_models import ChatRequest, Message, NamedTool, TextFormat, Tool, offered_tools
 from outrider.targets.text.chat import rendered
-from outrider.targets.text.parts import text_of
 from outrider.targets.text.tool_calls import CallParser, form_of
 
 log = logging.getLogger(__name__)
@@ -28,9 +27,10 @@ TAKEN = {
 
 def tokens_of(
     messages: Sequence[Message], tools: Sequence[Tool] | None, variables: Mapping[str, Any] | None, tokenizer: Any,
-    parse_special: bool = False,
+    parse_special: bool = False, check: Callable[[str], None] = lambda text: None,
 ) -> list[int]:  # fmt: skip
-    """Token ids of a chat, up to the beginning of the answer.  Raises Refusal if the template rejects it."""
+    """Token ids of a chat, up to the beginning of the answer.  check: may refuse the rendered text before it is
+    encoded.  Raises Refusal if the template rejects the chat."""
     if tokenizer is None or tokenizer.chat_template is None:
         raise invalid("this model has no chat template; use /v1/completions with a prompt", "messages")
     rows = [
@@ -42,9 +42,13 @@ def tokens_of(
     _check(variables or {}, template)
     _check_tools(rows, functions, template)
     try:
-        return rendered(tokenizer, rows, functions, variables, add_generation_prompt=True, parse_special=parse_special)
+        return rendered(
+            tokenizer, rows, functions, variables, add_generation_prompt=True, parse_special=parse_special, check=check
+        )
     except DataError as error:
-        if (cause := error.__cause__) is None:
+        if isinstance(cause := error.__cause__, Refusal):
+            raise cause from None
+        if cause is None:
             raise invalid(str(error), "messages") from None
         if isinstance(cause, TemplateError):
             raise invalid(f"the model's chat template refuses these messages: {cause}", "messages") from None
@@ -73,13 +77,6 @@ def calls_of(body: ChatRequest, tokenizer: Any) -> CallParser | None:
         return None  # it is not known how this model writes calls
     most = 1 if is_forced or body.parallel_tool_calls is False else None
     return CallParser(form, {tool.function.name for tool in tools}, is_forced=is_forced, most=most)
-
-
-def texts_of(messages: Sequence[Message], tools: Sequence[Tool] | None) -> list[str]:
-    """All texts that a template may render."""
-    texts = [text_of(message.model_dump().get("content")) for message in messages]
-    texts += [message.model_dump_json(exclude={"content"}) for message in messages if message.role == "assistant"]
-    return texts + [tool.model_dump_json() for tool in tools or ()]
 
 
 def _check_tools(messages: Sequence[Mapping[str, Any]], functions: Sequence[Any], template: str) -> None:

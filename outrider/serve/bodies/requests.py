@@ -138,8 +138,9 @@ class Reader:
         most = self._longest if isinstance(body, ChatRequest) else max(MOST_COUNTED, self._longest)
         if len(body.messages) > most:  # each has at least a token
             raise self._too_long(f"{len(body.messages)} or more")
-        self._check_texts(chat.texts_of(body.messages, tools), most)
-        return chat.tokens_of(body.messages, tools, body.chat_template_kwargs, tokenizer, is_parsed)
+        self._check_texts([text_of(message.model_dump()["content"]) for message in body.messages], most)
+        check = lambda rendered: self._check_texts([rendered], most)  # with names, tools and their indentation
+        return chat.tokens_of(body.messages, tools, body.chat_template_kwargs, tokenizer, is_parsed, check)
 
     def _token_ids(self, prompt: str | list[int], is_parsed: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -257,6 +258,7 @@ class Reader:
             drafts |= {"max_draft": speculative.depth, "drafter": speculative.drafter or ""}
         if body.prediction is not None:
             text = text_of(body.prediction.model_dump()["content"])
+            text = text[: LETTERS * self.length]  # it may be long, and no answer is longer than `length`
             drafts["prediction"] = self._encoded(text, with_special=False)[: self.length]
         return drafts
 

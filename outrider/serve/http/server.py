@@ -102,6 +102,11 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self.ready()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.limits.unread_s = 0.0
+        self.limits.close_unread()  # else uvicorn would cancel the tasks that wait for these clients
+        await super().shutdown(sockets)
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Does nothing: uvicorn's handlers would end running requests."""
@@ -133,7 +138,7 @@ class Server(uvicorn.Server):
                 self.service.cancel(job)
             if not await self._are_gone(LAST_S):
                 for connection in list(self.limits.open):  # of clients that don't read their responses
-                    connection.transport.abort()
+                    connection.drop()
                 await self._are_gone(LAST_S)
         self.should_exit = True
 
@@ -147,6 +152,7 @@ class Server(uvicorn.Server):
     async def _watch(self) -> None:
         while not self.service.engine.error:
             await asyncio.sleep(0.25)
+            self.limits.close_unread()
         self.should_exit = True
 
 

@@ -7,7 +7,7 @@ objects, nulls are removed.  The model then reads the same tokens in training an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,19 +26,20 @@ NULLS = ("default", "const", "example")
 
 def rendered(
     tokenizer: Any, messages: Messages, tools: Tools = (), variables: Mapping[str, Any] | None = None, *,
-    add_generation_prompt: bool, parse_special: bool = False,
+    add_generation_prompt: bool, parse_special: bool = False, check: Callable[[str], None] = lambda text: None,
 ) -> list[int]:  # fmt: skip
     """Token ids of these messages; control tokens spelled in them are text.
 
     variables: passed to the template too.  parse_special: control tokens spelled in messages are control tokens.
-    Raises DataError if the template refuses them.
+    check: called with the rendered text before it is encoded.  Raises DataError if the template refuses the messages,
+    with what the template or the check raised as its cause.
     """
     plain_messages, functions = [plain(message) for message in messages], [plain_tool(tool) for tool in tools]
 
     def tokens_of(chat: Messages) -> list[int]:
         return chat_tokens(
             tokenizer, chat, functions, variables=variables, parse_special=parse_special,
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=add_generation_prompt, check=check,
         )  # fmt: skip
 
     with _refusals():

@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,11 +31,13 @@ them, and system prompts explain them."""
 def chat_tokens(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *,
     variables: Mapping[str, Any] | None = None, parse_special: bool = False, add_generation_prompt: bool = True,
+    check: Callable[[str], None] = lambda text: None,
 ) -> list[int]:  # fmt: skip
     """Token ids of a chat by the tokenizer's template.
 
-    parse_special: control tokens spelled in messages become control tokens.  Raises DataError if a tokenizer without a
-    tokenizer.json would have to read one as text, else what the template raises.
+    parse_special: control tokens spelled in messages become control tokens.  check: called with the rendered text, and
+    may raise, before it is encoded.  Raises DataError if a tokenizer without a tokenizer.json would have to read a
+    control token as text, else what the template raises.
     """
     settings = {"add_generation_prompt": add_generation_prompt, **(variables or {})}
     placeholders = Placeholders(tokenizer)
@@ -43,9 +45,11 @@ def chat_tokens(
         messages = [placeholders.message(message) for message in messages]
         tools, settings = [placeholders.plain(tool) for tool in tools], placeholders.plain(settings, is_own=True)
     options = settings | ({"tools": list(tools)} if tools else {})
-    is_plain = not placeholders.spelled
-    rendered: Any = tokenizer.apply_chat_template(list(messages), tokenize=is_plain, return_dict=False, **options)
-    return list(rendered) if is_plain else list(placeholders.encoded(rendered).ids)
+    text: Any = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+    check(placeholders.shown(text))
+    if placeholders.spelled:
+        return list(placeholders.encoded(text).ids)
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def text_tokens(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -71,6 +75,7 @@ class Placeholders:
         self.controls = _controls_of(tokenizer)
         self.spelled: list[str] = []
         self._nonce = f"{secrets.randbelow(10**24):024d}"  # digits survive all that templates do with texts
+        self._back = re.compile(f"{self._nonce}([0-9]{{9}})")
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message without control tokens."""
@@ -90,13 +95,16 @@ class Placeholders:
         self.spelled.append(match[0])
         return f"{self._nonce}{len(self.spelled) - 1:09d}"
 
+    def shown(self, rendered: str) -> str:
+        """The rendering with the control tokens that messages spell."""
+        return self._back.sub(lambda match: self.spelled[int(match[1])], rendered) if self.spelled else rendered
+
     def encoded(self, rendered: str, spans: Sequence[Span] = (), *, add_special_tokens: bool = False) -> Encoded:
         """Token ids of the template's rendering; spans [start, end) of it."""
         names, text, moved = self.controls.names, rendered, list(spans)
         if self.controls.all is not None:
             text, moved = _replaced(self.controls.all, lambda match: names[match[0]], text, moved)
-        back = re.compile(f"{self._nonce}([0-9]{{9}})")
-        text, moved = _replaced(back, lambda match: self.spelled[int(match[1])], text, moved)
+        text, moved = _replaced(self._back, lambda match: self.spelled[int(match[1])], text, moved)
         made = self.controls.copy.encode(text, add_special_tokens=add_special_tokens)
         return Encoded([self.controls.ids.get(token, token) for token in made.ids], made.offsets, moved)
 
