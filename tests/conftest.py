@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import re
+import shutil
 import typing
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -171,9 +172,13 @@ def of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Compiled packages and libraries of the tests, made once for all workers: the user's own are neither read nor
-    added to."""
+    added to, but for the kernels, which are named after their source and take a minute to compile."""
+    kernels = sorted((cache.folder() / "compiled").glob("kernels-*.so"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTRIDER_CACHE", str(of_all_workers(tmp_path_factory) / "cache"))
+        for built in kernels:
+            with cache.keeping(cache.folder() / "compiled" / built.name) as part:
+                shutil.copy(built, part)
         # tests compile where they ask for it
         patch.setenv("OUTRIDER_COMPILE", "off")
         # compiling in every way to find the fastest takes twice as long; test_step.py does it once, and times the plain
