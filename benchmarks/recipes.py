@@ -80,7 +80,7 @@ def row(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     texts = on_accelerator.Texts(settings.prepare.count or 0, options.prompt, options.answer)
     work = on_accelerator.work(settings, target, place, texts)
     return {
-        "recipe": path.stem, "devices": place.devices, "passes": on_accelerator.passes_of(settings, texts.count),
+        "recipe": path.stem, "devices": place.devices, "passes": on_accelerator.passes_of(settings, texts.number),
         "parameters": target.parameters, "tokens": texts.tokens, **work._asdict(),
         "hours": work.answer_hours + work.read_hours + work.train_hours,
     }  # fmt: skip

@@ -12,7 +12,7 @@ import typer
 from outrider import config as configs
 from outrider.cli.console import place_of_json, write_json
 from outrider.cli.options import DRAFTERS_OWN, Fields, JsonTo, with_options
-from outrider.cli.run import DryRun, preview, show
+from outrider.cli.run import DryRun, show
 from outrider.cli.stages import Printer
 from outrider.errors import ConfigError
 from outrider.measure.config import Config
@@ -64,7 +64,7 @@ def _of_file(
             "--out has no effect on a run file, whose results go to runs/NAME; leave it out, or set name=OTHER"
         )
     if dry_run:
-        preview(Path(names[0]), settings, ["evaluate"], json_to)
+        show(stages.plan(names[0], settings, stages=["evaluate"]), json_to)
         return None
     return stages.run(names[0], settings, stages=["evaluate"], reporter=Printer())
 

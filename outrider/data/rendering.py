@@ -164,11 +164,11 @@ def _variables(thinking: bool | None) -> dict[str, Any]:
 
 
 def _templated(
-    tokenizer: Any, messages: chat.Messages, tools: Tools, variables: Mapping[str, Any], **options: bool
-) -> Any:
+    tokenizer: Any, messages: chat.Messages, tools: Tools, variables: Mapping[str, Any], add_generation_prompt: bool
+) -> list[int]:
     """`chat.rendered`, with advice about the row in its errors."""
     try:
-        return chat.rendered(tokenizer, messages, tools, variables, **options)
+        return chat.rendered(tokenizer, messages, tools, variables, add_generation_prompt=add_generation_prompt)
     except DataError as error:
         raise _to_correct(error) from error.__cause__
 

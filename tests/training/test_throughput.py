@@ -20,9 +20,10 @@ def test_products_and_attention_are_counted() -> None:
 
 def test_utilisation_is_flops_a_second_over_what_the_device_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches tokens of one step divided by the time of several."""
-    now = iter([0.0, 2.0, 3.0])
+    now = iter([0.0, 2.0, 3.0, 4.0])
     monkeypatch.setattr("outrider.training.progress.throughput.time.monotonic", lambda: next(now))
     monkeypatch.setattr(machine, "gflops", lambda *_: 1e-6)  # 1,000 FLOP/s
     pace = Pace(torch.device("cpu"), "float32", 100)
     assert pace.facts(300, 50, 250) == {"tokens_per_s": 100.0, "mfu": 0.5}
     assert pace.facts(340, 40, 200) == {"tokens_per_s": 40.0, "mfu": 0.2}
+    assert pace.facts(380, 40, 1200) == {"tokens_per_s": 40.0}, "more than the device can"

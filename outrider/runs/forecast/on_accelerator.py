@@ -27,7 +27,7 @@ RESERVED = 0.1
 class Texts(NamedTuple):
     """The texts of a run."""
 
-    count: int
+    number: int
     prompt: float
     """Mean tokens of a prompt."""
     answer: float
@@ -35,7 +35,7 @@ class Texts(NamedTuple):
 
     @property
     def tokens(self) -> float:
-        return self.count * (self.prompt + self.answer)
+        return self.number * (self.prompt + self.answer)
 
 
 class Work(NamedTuple):
@@ -71,13 +71,15 @@ def work(settings: RunConfig, target: Sketch, place: Place, texts: Texts) -> Wor
             f"{target.spec.name} takes {model.weight_bytes / 1e9:.0f} GB and {place.devices} "
             f"{place.accelerator.name} have {place.memory_bytes / 1e9:.0f}; give more --devices"
         )
-    passes = passes_of(settings, texts.count)
+    passes = passes_of(settings, texts.number)
     slots = max(1, min(MOST_SLOTS, int(room / max(1.0, model.cache_bytes(texts.prompt + texts.answer)))))
     step = pass_of(model, place, slots, 1, texts.prompt + texts.answer / 2).seconds + place.efficiency.step_s
-    answering = texts.count * texts.answer * step / slots + 2 * model.active * texts.count * texts.prompt / speed(place)
+    answering = texts.number * texts.answer * step / slots + 2 * model.active * texts.number * texts.prompt / speed(
+        place
+    )
     stored = settings.prepare.stores_states
     reading = 2 * model.active * texts.tokens * (1 if stored else passes)
-    training = draft.training_flops(model, texts.prompt + texts.answer, texts.answer) * texts.count * passes
+    training = draft.training_flops(model, texts.prompt + texts.answer, texts.answer) * texts.number * passes
     each = state_bytes(settings, target, draft.config) if stored else 0.0
     return Work(
         slots, answering / 3600, reading / speed(place) / 3600, training / training_speed(place) / 3600,

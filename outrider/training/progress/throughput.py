@@ -68,6 +68,8 @@ class Pace:
     def facts(self, tokens: int, step_tokens: int, flops: int) -> dict[str, float]:
         """`tokens_per_s` since the last call, and `mfu`.
 
+        No `mfu` above 1: the speed of this machine was then measured while it was busy.
+
         tokens: read so far; step_tokens: of the logged step; both over all processes.  flops: of that step in this
         process, on its own device.
         """
@@ -75,4 +77,5 @@ class Pace:
         self._before = now, tokens
         per_s = (tokens - before) / max(now - began, 1e-9)
         able = 1e9 * machine.gflops(machine.LARGE, self.dtype, self.device)
-        return {"tokens_per_s": round(per_s, 1), "mfu": round(per_s * flops / max(step_tokens, 1) / able, 4)}
+        used = per_s * flops / max(step_tokens, 1) / able
+        return {"tokens_per_s": round(per_s, 1)} | ({"mfu": round(used, 4)} if used <= 1 else {})
