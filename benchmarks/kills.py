@@ -51,7 +51,7 @@ FIGURES = (
     "compared_tokens", "steps", "tokens", "rejections_by_depth",
 )  # fmt: skip
 """Of a report's rows: what does not depend on the clock."""
-CLOCKS = ("seconds", "tokens_per_s", "mfu")
+CLOCKS = ("seconds", "tokens_per_s", "mfu", "made", "speedup")
 LOGS = ("provenance.json", "config.yaml", "prompts.jsonl", "report.html", "answers.sqlite")
 """Files with times, and those that only a resume reads."""
 FORK = multiprocessing.get_context("fork")  # a new process would import torch for longer than a stage takes
@@ -223,9 +223,10 @@ def without_clocks(path: Path) -> bytes:
     return content
 
 
-def _timeless(row: dict[str, Any]) -> dict[str, Any]:
-    left = {key: value for key, value in row.items() if key not in CLOCKS}
-    return left | ({"training": _timeless(row["training"])} if "training" in row else {})
+def _timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _timeless(inner) for key, inner in value.items() if key not in CLOCKS}
+    return [_timeless(inner) for inner in value] if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def _checksums(folder: Path) -> dict[str, str]:
     checksums = {}
     for name in (WEIGHTS, TRAINING):
         if (folder / name).exists():
-            with (folder / name).open("rb") as file:
+            with regular(folder / name).open("rb") as file:
                 checksums[name] = f"{functools.reduce(lambda crc, part: zlib.crc32(part, crc), _parts(file), 0):08x}"
     return checksums
 
@@ -106,7 +106,10 @@ def checksum(folder: str | Path) -> str | None:
 def check_files(folder: Path) -> None:
     """Raises CheckpointError if weights or moments are corrupt; older manifests have no checksums."""
     expected = manifest_of(folder).get("checksums") or {}
-    actual = _checksums(whole(folder))
+    try:
+        actual = _checksums(whole(folder))
+    except OSError as error:
+        raise CheckpointError(f"{whole(folder)} can't be read: {error}; copy it again") from None
     if corrupt := [name for name in actual if name in expected and actual[name] != expected[name]]:
         raise CheckpointError(
             f"{whole(folder) / corrupt[0]} is not what was written: its checksum is {actual[corrupt[0]]}, "

@@ -24,12 +24,16 @@ def fault(name: str, *edits: tuple[str, str, str]) -> Fault:
 FAULTS = [
     # what strangers bring
     fault(
-        "a client that reads nothing holds its connection for ever, without a key",
-        ("Connection.stalls", "self.limits.waits(self)", "pass"),
+        "an unknown key, which may be another server's, is a label of the open metrics",
+        ("Admission._admitted", 'self.telemetry.refused("unauthorized")', "self.telemetry.refused(secret.decode())"),
     ),
     fault(
-        "nonsense behind a request logs a traceback",
-        ("Connection._forget", "self.answered.disconnected = True", "pass"),
+        "one key's table of successors drafts for all keys",
+        ("Recycle.of", "self.by_tenant.of(state.requests[row].tenant)", 'self.by_tenant.of("")'),
+    ),
+    fault(
+        "a client that reads nothing holds its connection for ever, without a key",
+        ("Connection.stalls", "self.limits.waits(self)", "pass"),
     ),
     fault(
         "a prediction of megabytes is encoded whole",

@@ -18,9 +18,12 @@ from tiny import folder, talker
 
 from outrider import checkpoint, cli, config, generation, kernels, load_drafter, load_target, machine
 from outrider.cli import console
+from outrider.cli.chat import read_conversation
 from outrider.client.asynchronous import AsyncClient
+from outrider.client.cache import ResponseCache
 from outrider.client.sending.resources import base_of
 from outrider.costs.stored import RunnerSeconds, StoredCosts
+from outrider.data.answers import store
 from outrider.drafters import find
 from outrider.errors import (
     LONGEST_MESSAGE,
@@ -35,6 +38,9 @@ from outrider.fast import Graph
 from outrider.fast.packages import background, shelf
 from outrider.fast.packages.key import fingerprint
 from outrider.formats import folder as folders
+from outrider.lab import swap
+from outrider.lab.drafters import layer_skip
+from outrider.lab.judges import relay
 from outrider.machine import measurements
 from outrider.plan.measured import timings
 from outrider.report.tables import SummaryTable
@@ -214,6 +220,63 @@ def test_weights_are_files(tmp_path: Path, kind: str) -> None:
     place.rmdir() if kind == "folder" else place.unlink()
     save_file({}, place)
     assert folders.read_names(tmp_path) == frozenset()
+
+
+def refuses(error: type[Exception], read: Callable[[Path], object]) -> Callable[[Path], None]:
+    def tried(path: Path) -> None:
+        with pytest.raises(error) as raised:
+            read(path)
+        assert len(str(raised.value)) < 1000
+
+    return tried
+
+
+def is_nothing(read: Callable[[Path], object]) -> Callable[[Path], None]:
+    def tried(path: Path) -> None:
+        assert not read(path)
+
+    return tried
+
+
+def cached(path: Path) -> object:
+    """What the client's cache has under a name; the file is put there."""
+    (place := path.parent / "cache" / "ab").mkdir(parents=True, exist_ok=True)
+    (place / "ab.json").unlink(missing_ok=True)
+    (place / "ab.json").symlink_to(path)
+    return ResponseCache(path.parent / "cache").get("ab")
+
+
+def manifest(path: Path) -> object:
+    (place := path.parent / "answers").mkdir(exist_ok=True)
+    (place / store.MANIFEST).unlink(missing_ok=True)
+    (place / store.MANIFEST).symlink_to(path)
+    return store.read_manifest(place)
+
+
+SMALL_FILES: dict[str, Callable[[Path], None]] = {
+    "conversation": refuses(DataError, read_conversation),
+    "cues": refuses(ConfigError, relay.selected),
+    "swap": refuses(ConfigError, swap.swap_of),
+    "sublayers": refuses(CheckpointError, lambda path: layer_skip._saved(str(path), None)),  # type: ignore[arg-type]
+    "client's cache": is_nothing(cached),
+    "answers' manifest": is_nothing(manifest),
+}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "depth", "folder"])
+@pytest.mark.parametrize("name", SMALL_FILES)
+def test_small_files_are_files_too(tmp_path: Path, name: str, kind: str) -> None:
+    """Catches a reader that waits for a pipe, fills the memory from a device, or lets Python's own error through."""
+    path = tmp_path / "given.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    SMALL_FILES[name](path)
 
 
 def repeated(count: int, each: str) -> str:

@@ -22,6 +22,8 @@ from outrider.runs.file import TargetConfig
 from outrider.sampling.settings import NUMBERS, Sampling
 from outrider.serve.config import Config as ServeConfig
 from outrider.storage.atomic import replacing
+from outrider.storage.json_text import parse_json
+from outrider.storage.trusted import whole_text
 from outrider.targets.load import work_for_first
 
 Message = dict[str, str]
@@ -210,8 +212,8 @@ COMMANDS: dict[str, tuple[Callable[[Conversation, str], None], str]] = {
 def read_conversation(file: Path) -> list[Message]:
     """The messages of a saved conversation.  Raises DataError for anything else."""
     try:
-        conversation = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        conversation = parse_json(whole_text(file))
+    except (OSError, ValueError) as error:
         raise DataError(
             f"can't read {file} as a conversation: {first_line(error)}; name a new file, or one of outrider chat"
         ) from None

@@ -22,6 +22,7 @@ from outrider.measure.tasks.names import Prompt
 from outrider.measure.tasks.prompts import draw
 from outrider.report.bootstrap import Interval
 from outrider.runs.file import TargetConfig
+from outrider.storage.trusted import whole_text
 from outrider.targets.load import load_target
 
 TARGET_OPTIONS = "name=target device dtype quantize adapter trust_remote_code"
@@ -86,7 +87,7 @@ def _template(name: str | None) -> str | None:
     if name in (None, "none"):
         return None if name is None else ""
     try:
-        return Path(name).read_text(encoding="utf-8")
+        return whole_text(Path(name))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--template {name} can't be read ({error}); name a file with a chat template") from None
 

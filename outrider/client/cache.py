@@ -12,6 +12,8 @@ from typing import Any
 from uuid import uuid4
 
 from outrider.errors import ConfigError
+from outrider.storage.json_text import parse_json
+from outrider.storage.trusted import whole_text
 
 
 def digest(*values: Any) -> str:
@@ -35,7 +37,7 @@ class ResponseCache:
     def get(self, key: str) -> dict[str, Any] | None:
         """The answer to the request with this digest; None if there is none that can be read."""
         try:
-            raw = json.loads(self._path(key).read_text(encoding="utf-8"))
+            raw = parse_json(whole_text(self._path(key)))
         except (OSError, ValueError):
             return None
         return raw if isinstance(raw, dict) else None

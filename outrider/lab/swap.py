@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 from outrider.errors import ConfigError
 from outrider.policies.sentences import Decode
 from outrider.sampling.text import common_prefix
+from outrider.storage.json_text import parse_json
+from outrider.storage.trusted import whole_text
 
 BEFORE = ("(", "\n")
 """Texts that can precede a word without a space, to find its tokens there."""
@@ -21,9 +22,9 @@ def swap_of(path: str | Path) -> dict[str, str]:
     """The words of a JSON file {word: word}.  Raises ConfigError for a file that is not one."""
     hint = 'give a JSON file such as {"he": "she", "she": "he"}'
     try:
-        words = json.loads(Path(path).read_text(encoding="utf-8"))
+        words = parse_json(whole_text(Path(path)))
     except OSError as error:
-        raise ConfigError(f"{path} can't be read ({error.strerror}); {hint}") from None
+        raise ConfigError(f"{path} can't be read ({error.strerror or error}); {hint}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON ({error}); {hint}") from None
     if not (isinstance(words, dict) and all(isinstance(value, str) for value in words.values())):

@@ -1,5 +1,8 @@
-"""The new owner of a key's name tries to find the former owner's text in the prefix cache."""
+"""The holder of one key tries to learn what another key's requests said."""
 
+import json
+import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ import pytest
 
 from outrider import load_drafter
 from outrider.serve.http import keys
+from outrider.serve.records.request_log import RequestLog
 from outrider.targets.hf.transformers import TransformersTarget
 
 from .running import MODEL, Running, running
@@ -34,13 +38,86 @@ class Two:
         return answer.json()
 
 
-@pytest.fixture(params=["ngram", "suffix"])
+@pytest.fixture(params=["ngram", "suffix", "recycle"])
 def two(talker: TransformersTarget, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Two]:
     file = tmp_path / "keys.json"
     ann, bob = keys.add(file, "ann"), keys.add(file, "bob")
-    drafter = load_drafter(request.param, talker, shared="tenant")
-    with running(talker, drafter, (request.param,), keys=str(file), prefix_bytes=1 << 24) as server:
+    drafter = load_drafter(request.param, talker, shared=True if request.param == "recycle" else "tenant")
+    log = RequestLog(tmp_path / "requests.jsonl")
+    settings: dict[str, Any] = {"keys": str(file), "prefix_bytes": 1 << 24, "slots": 2}
+    with log, running(talker, drafter, (request.param,), log, **settings) as server:
         yield Two(server, ann, bob)
+
+
+def seen(answer: dict[str, Any]) -> tuple[Any, ...]:
+    """What an answer says about what the server knew."""
+    counts = answer["outrider"]
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"], counts["drafted"], counts["accepted"]
+
+
+def test_another_key_finds_nothing_of_a_text(two: Two) -> None:
+    """Catches caches and indexes of text that serve more than the key that filled them: a guess that is right would be
+    cached, or drafted."""
+    cold = two.ask(two.ann)
+    for _ in range(3):
+        warm = two.ask(two.ann)
+    assert seen(warm) != seen(cold)  # there is something to find
+    assert seen(warm)[0] > 0
+    other = two.ask(two.bob)
+    assert seen(other) == seen(cold)
+    assert other["choices"] == cold["choices"]
+
+
+def test_another_key_finds_nothing_of_a_text_that_is_being_generated(two: Two) -> None:
+    """Catches what is shared between the slots of one batch, before anything is stored."""
+    cold = two.ask(two.bob, max_tokens=8)
+    file = Path(two.server.service.config.keys or "")
+    for attempt in range(3):
+        key = keys.add(file, f"eve{attempt}")
+        running_text = threading.Thread(target=lambda: [two.ask(two.ann, max_tokens=60) for _ in range(2)])
+        running_text.start()
+        answer = two.ask(key, max_tokens=8)
+        running_text.join()
+        assert seen(answer) == seen(cold)
+
+
+def test_a_prediction_is_of_one_request(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a prediction that stays in its slot, for the next key's request."""
+    file = tmp_path / "keys.json"
+    ann, bob = keys.add(file, "ann"), keys.add(file, "bob")
+    with running(talker, keys=str(file), slots=1) as server:
+        two = Two(server, ann, bob)
+        text = two.ask(ann)["choices"][0]["text"]
+        assert two.ask(ann, prediction={"type": "content", "content": text})["outrider"]["drafted"] > 0
+        answer = two.ask(bob)
+        assert answer["choices"][0]["text"] == text
+        assert answer["outrider"]["drafted"] == 0
+
+
+def test_no_page_and_no_log_says_what_a_key_asked(two: Two, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Catches metrics, pages, log lines and errors with a piece of a prompt, of an answer, or of a key."""
+    caplog.set_level(logging.DEBUG)
+    unknown = "outrider-" + "Q" * 40
+    answers = [two.ask(two.ann)["choices"][0]["text"], two.ask(two.bob, "zebra " * 9)["choices"][0]["text"]]
+    wrong: list[dict[str, Any]] = [
+        {"prompt": SECRET, "max_tokens": 10**6}, {"prompt": SECRET, "zebra": 7}, {"prompt": SECRET, "model": "zebra"},
+        {"prompt": SECRET, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "zebra"}}}},
+        {"prompt": SECRET * 50},
+    ]  # fmt: skip
+    url = two.server.url
+    for body in wrong:
+        answer = httpx.post(f"{url}/v1/completions", json=body, headers={"authorization": f"Bearer {two.ann}"})
+        assert answer.status_code in (400, 404), answer.text
+    assert httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {unknown}"}).status_code == 401
+    assert httpx.get(f"{url}/zebra7741").status_code == 401
+    two.server.settled(lambda: not two.server.service.jobs)
+    assert two.server.service.log is not None
+    two.server.service.log.stop()
+    open_pages = [httpx.get(url + path).text for path in ("/metrics", "/stats", "/health", "/openapi.json", "/")]
+    own_loggers = [one.getMessage() for one in caplog.records if one.name.startswith(("outrider", "uvicorn"))]
+    places = [*open_pages, *own_loggers, (tmp_path / "requests.jsonl").read_text()]
+    for hidden in ("zebra", "7741", "vault", two.ann, two.bob, unknown, *answers):
+        assert not [place for place in places if hidden in place or json.dumps(hidden)[1:-1] in place], hidden
 
 
 def test_a_key_that_is_made_anew_finds_nothing(two: Two) -> None:

@@ -29,7 +29,7 @@ from outrider.errors import DataError
 from outrider.nn.draft_model import binding
 from outrider.storage.atomic import replacing
 from outrider.storage.json_text import numbered_lines, parse_json
-from outrider.storage.trusted import regular
+from outrider.storage.trusted import regular, whole_text
 from outrider.targets.protocol import Target
 
 ANSWERS, MANIFEST, NGRAM_HASHES = "answers.jsonl", "answers.json", "prompts.grams"
@@ -282,9 +282,9 @@ def checker(folder: Path, expected: dict[str, Any], stored: dict[str, Any]) -> C
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The target, template and settings in answers.json; empty if it is missing or damaged."""
     try:
-        content = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
+        content = parse_json(whole_text(folder / MANIFEST))
         return {key: value for key, value in content.items() if key != "ngram_hashes"}
-    except (FileNotFoundError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError):
         return {}
 
 

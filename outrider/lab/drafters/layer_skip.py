@@ -15,7 +15,6 @@ B live slots, N drafted nodes, V vocabulary.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from torch import Tensor
 
 from outrider.config import Config as Base
+from outrider.config import read_object
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter
@@ -154,7 +154,7 @@ def _saved(path: str, target: Target) -> tuple[Skip, int, float]:
     """Sublayers, length and min_confidence of a saved set.  Raises CheckpointError for a file that is missing, damaged
     or another target's."""
     try:
-        fields = json.loads(Path(path).read_text(encoding="utf-8"))
+        fields = read_object(Path(path))
         skip = Skip(*(frozenset(map(int, fields[name])) for name in ("skip_attention", "skip_mlp")))
         saved = skip, int(fields["length"]), float(fields["min_confidence"])
         name, weights_hash = fields["target"], fields["weights_hash"]

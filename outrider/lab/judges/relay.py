@@ -17,7 +17,6 @@ B live slots, N drafted nodes, V vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
+from outrider.config import read_object
 from outrider.decoding.accept import Accepted, accept
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Streams
@@ -178,10 +178,9 @@ def selected(path: str | Path) -> list[str]:
     """The selected cues of a table.  Raises ConfigError for a file that is not one."""
     hint = "relay needs a table of cue words, which `outrider lab cues` writes"
     try:
-        table = json.loads(Path(path).read_text(encoding="utf-8"))
-        cues = table["selected"]
+        cues = read_object(Path(path))["selected"]
     except OSError as error:
-        raise ConfigError(f"{path} can't be read ({error.strerror}); {hint}") from None
+        raise ConfigError(f"{path} can't be read ({error.strerror or error}); {hint}") from None
     except (ValueError, TypeError, KeyError):
         raise ConfigError(f"{path} has no list `selected`; {hint}") from None
     if not (isinstance(cues, list) and all(isinstance(cue, str) for cue in cues)):

@@ -100,7 +100,8 @@ class Buffer:
         if not files or files[-1].stat().st_size + len(data) > self.most[part] // FILES:
             number = int(files[-1].stem) + 1 if files else 1
             files.append(self.folder / part / f"{number:08d}.jsonl")
-            files[-1].parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            files[-1].parent.mkdir(exist_ok=True, mode=0o700)
         handle = os.open(files[-1], os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             size = os.fstat(handle).st_size
