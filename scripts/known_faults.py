@@ -739,8 +739,12 @@ FAULTS = [
         ("JacobiDenoising.observe", "[b, count + 1 : drafted + 1]", "[b, count + 2 : drafted + 2]"),
     ),
     fault(
-        "a guess that jacobi filled in is judged as if it had been drawn",
-        ("_full_q", "torch.arange(width, device=device) < torch", "torch.arange(width, device=device) <= torch"),
+        "guesses of jacobi are the likeliest tokens, and judged as if they had been drawn",
+        (
+            "Jacobi._carried",
+            "zip(drawn.ids, counts, strict=True)",
+            "zip((slot.best for slot in slots), counts, strict=True)",
+        ),
     ),
     fault(
         "a part of a block that the draft does not hold whole is scored",
