@@ -65,10 +65,7 @@ def main() -> None:
 
     def language_model(folder: Path, steps: int, **sizes: int) -> None:
         model = LlamaForCausalLM(vocabulary.config(options.codes, **sizes))
-        log = options.out / f"{folder.name}.jsonl"
-        train(model, Autoencoder.load(target), steps, log)
-        if folder == target:  # its learning rate falls to nothing twice: the second time finds what the first missed
-            train(model, Autoencoder.load(target), round(0.7 * steps), log, first=steps)
+        train(model, Autoencoder.load(target), steps, options.out / f"{folder.name}.jsonl")
         model.generation_config = GenerationConfig(eos_token_id=0)
         model.save_pretrained(folder)
         vocabulary.tokenizer(options.codes).save_pretrained(folder)
@@ -216,14 +213,14 @@ def descend(optimizer: torch.optim.Optimizer, model: nn.Module, rate: float) -> 
     optimizer.zero_grad()
 
 
-def train(model: LlamaForCausalLM, autoencoder: Autoencoder, steps: int, log: Path, first: int = 0) -> None:
-    """Cross entropy of the next token, one kind of text per step by turns.  first: steps that were made before."""
+def train(model: LlamaForCausalLM, autoencoder: Autoencoder, steps: int, log: Path) -> None:
+    """Cross entropy of the next token, one kind of text per step by turns."""
     print(f"{log.stem}: {sum(w.numel() for w in model.parameters()) / 1e6:.2f} M weights, {steps} steps", flush=True)
     optimizer = Optimizers(model, "muon", model.config.vocab_size, 0.1)
     tokenizer, began = vocabulary.tokenizer(model.config.vocab_size - vocabulary.FIRST), time.time()
     for step in range(steps):
         kind = KINDS[step % len(KINDS)]
-        loss = next_token(model, rows_of(texts(kind, TEXTS[kind], 2 * (first + step), autoencoder), tokenizer)).mean()
+        loss = next_token(model, rows_of(texts(kind, TEXTS[kind], 2 * step, autoencoder), tokenizer)).mean()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step(4e-3 * min(1.0, 20 * (step + 1) / steps) * max(0.02, 1 - step / steps))
@@ -231,11 +228,7 @@ def train(model: LlamaForCausalLM, autoencoder: Autoencoder, steps: int, log: Pa
         if step == 10:
             print(f"about {(time.time() - began) / 11 * (steps - 11) / 60:.0f} minutes to go", flush=True)
         if step % 100 == 99 or step == steps - 1:
-            row = {
-                "step": first + step + 1,
-                "seconds": round(time.time() - began),
-                **held_out(model, autoencoder, tokenizer),
-            }
+            row = {"step": step + 1, "seconds": round(time.time() - began), **held_out(model, autoencoder, tokenizer)}
             print(row, flush=True)
             with log.open("a") as file:
                 file.write(json.dumps(row) + "\n")

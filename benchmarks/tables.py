@@ -48,6 +48,19 @@ TABLES: dict[str, list[Table]] = {
         Table("memory.prompts", "peak_over_idle/1e6:.0f=peak, MB; after_over_idle/1e6:.0f=after, MB; first_s:.1f",
               "Memory of a prompt of 297 MB of keys and values"),
     ],
+    "pictures": [
+        Table("jacobi", "method; temperature=T; tokens_per_step.value:.2f=tokens per step; "
+              "tokens_per_step.low:.2f=low; tokens_per_step.high:.2f=high; of_codes.value:.2f=of codes; distance:.3f; "
+              "recognised.value:.0%=recognised; thing.value:.0%=thing alone", "Pictures from captions"),
+        Table("clips", "method; tokens_per_step.value:.2f=tokens per step; tokens_per_step.low:.2f=low; "
+              "tokens_per_step.high:.2f=high; blocks_accepted:.2f=frames accepted; distance:.3f; "
+              "recognised.value:.0%=recognised; thing.value:.0%=thing alone; moving.value:.0%=moves as said",
+              "Clips of four frames"),
+        Table("mixed", "method; temperature=T; tokens_per_step.value:.2f=tokens per step; "
+              "tokens_per_step.low:.2f=low; "
+              "tokens_per_step.high:.2f=high; of_letters.value:.2f=of letters; of_codes.value:.2f=of codes",
+              "A picture, its caption, another picture"),
+    ],
     "accuracy": [
         Table("rows", "path; dtype; context:,; rms:.1e; largest:.1e; rms_ratio:.2f=over transformers; "
               "largest_ratio:.2f=largest"),

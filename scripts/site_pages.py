@@ -5,6 +5,7 @@ Called by mkdocs through site_hooks.py; imports neither mkdocs nor torch.
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 from collections.abc import Callable
@@ -102,6 +103,8 @@ def linked(link: re.Match[str], source: str, place: str) -> str:
     file = os.path.normpath(PurePosixPath(source).parent / to)
     if mark and file.endswith(".svg"):
         return chart(ROOT / file, text)
+    if mark and file.endswith(".png"):
+        return image(ROOT / file, text)
     if file not in places():
         if not (ROOT / file).exists():
             raise ValueError(f"{source} links to {to}, which is not there")
@@ -120,6 +123,11 @@ def chart(file: Path, text: str) -> str:
     """A chart inlined into the page, so that it takes the page's colours."""
     drawing = file.read_text("utf-8").strip()
     return f'<figure class="chart" markdown="0">\n{drawing}\n<figcaption>{text}</figcaption></figure>\n'
+
+
+def image(file: Path, text: str) -> str:
+    """An image within the page, since the site has no files besides its pages."""
+    return f'<img alt="{text}" src="data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}">'
 
 
 def included(source: str, what: str) -> str:
