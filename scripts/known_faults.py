@@ -1361,6 +1361,10 @@ FAULTS = [
         ("bounded", "dict(schema) if _is_combined(schema) else _closed(schema)", "dict(schema)"),
     ),
     fault(
+        "packages of an image are compiled again by whoever does not own them",
+        ("shared_library", "if path.exists():  # also", "if False:  # also"),
+    ),
+    fault(
         "a response is answered without its instructions",
         ("_messages", "if body.instructions is not None:", "if False:"),
     ),
@@ -1605,7 +1609,7 @@ FAULTS = [
         "outrider replay --redact writes answers in plain text",
         ("replay", "slo=limits(slo))", "slo=limits(slo), redact=False)"),
     ),
-    fault("outrider serve --log-prompts logs no prompts", ("_service", ", log_prompts=config.log_prompts)", ")")),
+    fault("outrider serve --log-prompts logs no prompts", ("_service", ", log_prompts=config.log_prompts,", ",")),
     fault(
         "a server started with --keys answers requests without a key",
         ("_answer_clients", "Admission(app, config, keys, telemetry)", "Admission(app, config, None, telemetry)"),

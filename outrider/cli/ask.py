@@ -14,9 +14,10 @@ import typer
 
 from outrider.cli import console
 from outrider.cli.console import bar, key_of, lasting, place_of_json, remark, say, write_json
-from outrider.cli.options import JsonTo, KeyFrom
+from outrider.cli.options import DrafterSettings, JsonTo, KeyFrom
 from outrider.client import (
     AsyncClient,
+    Client,
     ClientError,
     Fallback,
     Limits,
@@ -88,6 +89,13 @@ def ask(
     cache: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Cache of complete answers, by the content of requests.")
     ] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Kind that drafts here, such as ngram or suffix; the server verifies.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="The server's tokenizer, for --drafter: a folder or a Hub id.")
+    ] = None,
+    set_: DrafterSettings = None,
     key_from: KeyFrom = None,
     json_to: JsonTo = None,
 ) -> None:
@@ -117,9 +125,21 @@ def ask(
             fallbacks=others, profile=workload,
         )  # fmt: skip
 
+    if drafter is None and (tokenizer or set_):
+        raise ConfigError("--tokenizer and --set have no effect without --drafter; name one")
+    if drafter is not None:
+        from outrider.cli.ask_drafted import ask_drafted  # loads torch, which nothing else here needs
+
+        body = _body(what, completions) | settings
+        unused = {
+            "--out": out, "--prediction": prediction, "--budget": budget, "--prices": prices, "--cache": cache,
+            "--fallback": fallback, "--profile": profile,
+        }  # fmt: skip
+        with Client(server, api_key=key, retries=Retries(attempts)) as client:
+            write_json(json_to, ask_drafted(client, body, tokenizer, drafter, set_ or (), unused))
+        return
     if out is None:
-        body = {"prompt": what} if completions else {"messages": [{"role": "user", "content": what}]}
-        report = _ask_one(made, {**body, **settings}, stream)
+        report = _ask_one(made, {**_body(what, completions), **settings}, stream)
     else:
         report = _ask_file(made, Path(what), settings, out, concurrency)
     write_json(json_to, report)
@@ -178,6 +198,10 @@ def _amount(budget: str | None) -> Decimal | None:
         return None if budget is None else Decimal(budget)
     except InvalidOperation:
         raise ConfigError(f"--budget must be an amount such as 5.00, got {budget!r}") from None
+
+
+def _body(text: str, completions: bool) -> dict[str, Any]:
+    return {"prompt": text} if completions else {"messages": [{"role": "user", "content": text}]}
 
 
 async def _name_model(client: AsyncClient) -> None:

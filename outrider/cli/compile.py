@@ -1,6 +1,7 @@
 """`outrider compile`: compiled steps for this machine."""
 
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,6 +29,12 @@ def compile(
     whole: Annotated[
         bool, typer.Option("--whole", help="Also compile whole steps into single calls; takes minutes more.")
     ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Build all that serving needs into a folder, for an image that only reads it."
+        ),
+    ] = None,
     background: Annotated[bool, typer.Option("--background", help="Run at the lowest priority.")] = False,
 ) -> None:
     """Compile the steps of a target and a drafter for this machine's CPU, for use by all other verbs.
@@ -36,6 +43,8 @@ def compile(
     """
     if background:
         os.nice(LOWEST_PRIORITY)
+    if out is not None:
+        os.environ["OUTRIDER_CACHE"] = str(out.resolve())
     machine.set_up_process()
     loaded = load_target(target, device="cpu", dtype=dtype, revision=revision)
     seconds = loaded.compile()
@@ -50,6 +59,10 @@ def compile(
     if whole:
         for what, sampling in (("greedy", Sampling()), ("sampled", Sampling(temperature=1.0))):
             _say(what, "whole steps", build_whole(loaded, built, sampling))
+    if out is not None:
+        for path in (out, *out.rglob("*")):  # for another user, who may not write
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        say(f"folder    {out}: start servers with OUTRIDER_CACHE={out.resolve()}, on this kind of processor")
 
 
 def _say(what: str, name: str, seconds: float) -> None:

@@ -41,6 +41,7 @@ from outrider.serve.learning import folder as learning
 from outrider.serve.learning.learner import Learner
 from outrider.serve.records.metrics import Telemetry
 from outrider.serve.records.request_log import RequestLog
+from outrider.serve.records.traces import Traces
 from outrider.serve.service import Post, Service
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target, work_for_first
@@ -144,7 +145,8 @@ def _answer_file(served: Served, source: Path, to: Path) -> None:
 def _service(served: Served) -> Iterator[tuple[Service, Post]]:
     """The service with its running engine; prints their settings."""
     config, printer = served.config, Printer()
-    log = RequestLog(None if config.request_log is None else Path(config.request_log), log_prompts=config.log_prompts)
+    path, traces = config.request_log, None if config.traces is None else Traces(config.traces)
+    log = RequestLog(None if path is None else Path(path), log_prompts=config.log_prompts, traces=traces)
     with log:
         machine.set_up_process()
         # In a thread that ends: OpenMP keeps a pool per computing thread, and with more pool threads than cores,

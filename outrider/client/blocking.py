@@ -41,6 +41,15 @@ class Client:
         self._thread.start()
 
     @property
+    def model(self) -> str | None:
+        """The model of requests that name none."""
+        return self._client.model
+
+    @model.setter
+    def model(self, name: str | None) -> None:
+        self._client.model = name
+
+    @property
     def usage(self) -> Totals:
         """Requests, tokens and costs so far."""
         return self._client.usage

@@ -78,5 +78,8 @@ class Config(Base):
     """File that gets a JSON line for each request, for `outrider replay`; it has lengths instead of texts."""
     log_prompts: bool = False
     """Write prompts and answers into the request log, too.  Get the consent of the senders first."""
+    traces: str | None = None
+    """URL of an OpenTelemetry collector (OTLP over HTTP), such as http://127.0.0.1:4318/v1/traces, which gets a span of
+    each request, with times and counts and no text."""
     learning: Learning | None = None
     """Train the drafter on the served texts, which are stored; see docs/serve.md.  Off by default."""

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from serve.running import running
 from verbs import outrider_with
 
+from outrider import generate
 from outrider.cli import console
+from outrider.targets.hf.transformers import TransformersTarget
 from tests.client import misbehaving
 from tests.client.misbehaving import MODEL, Ledger, text_of
 
@@ -123,3 +126,21 @@ def test_what_is_wrong_is_said_before_anything_is_sent(stub, said, tmp_path):
         assert outrider_with("ask", *words, *server) in (1, 2)
         assert match in said()[1]
     assert not stub[1].bodies
+
+
+def test_a_server_verifies_what_is_drafted_here(said: Said, talker: TransformersTarget, folder: Path) -> None:
+    """Catches a text that is not the server's own, and options that are dropped in silence."""
+    drafted = ("--drafter", "ngram", "--set", "length=3", "--tokenizer", str(folder), "--max-tokens", "12")
+    with running(talker) as server:
+        words = ("ask", "abcabcabc", "--server", server.url, "--json", "out.json")
+        assert outrider_with(*words, *drafted) == 0
+        out, err = said()
+        messages = [{"role": "user", "content": "abcabcabc"}]
+        assert out == generate(talker, [messages], max_new_tokens=12)[0].text + "\n"
+        assert "drafted 12 tokens in" in err and "plain 12 tokens in" in err
+        report = json.loads(Path("out.json").read_text())
+        assert report["tokens"] == 12 and report["drafted"]["rounds"] == 12 - report["accepted"]
+        assert outrider_with(*words, *drafted, "--budget", "1") == 2
+        assert "--budget has no effect with --drafter" in said()[1]
+        assert outrider_with(*words, "--drafter", "ngram") == 2
+        assert "needs the model's own --tokenizer" in said()[1]

@@ -7,6 +7,7 @@ import resource
 import threading
 import time
 from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from outrider.sampling.settings import Sampling
 from outrider.serve.calls import Call
 from outrider.serve.records import request_log
 from outrider.serve.records.request_log import Ended, RequestLog
+from outrider.serve.records.traces import Traces
 from outrider.traffic.logs.traces import read
 from outrider.traffic.replay.plan import Plan
 from outrider.traffic.replay.run import replay
@@ -272,3 +274,38 @@ def test_a_strange_body_loses_its_own_row_only(tmp_path):
         log.add(ended("a", body={"prompt": loop}))
         log.add(ended("b"))
     assert [row["meta"]["id"] for row in rows(tmp_path / "log")] == ["b"]
+
+
+def test_a_collector_gets_a_span_of_each_request_and_no_text(tmp_path, caplog):
+    """Catches a text in a trace, times or counts that are not the request's, and a collector that is away and stops
+    the log."""
+    bodies: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+        with RequestLog(tmp_path / "log", traces=Traces(url)) as log:
+            log.add(ended("one", answer=SECRET))
+        collector.shutdown()
+    assert SECRET.encode() not in b"".join(bodies)
+    [span] = json.loads(bodies[0])["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    values = {one["key"]: next(iter(one["value"].values())) for one in span["attributes"]}
+    assert (values["gen_ai.response.id"], values["gen_ai.response.finish_reasons"]) == ("one", "length")
+    assert (values["gen_ai.usage.input_tokens"], values["gen_ai.usage.output_tokens"]) == ("5", "7")
+    assert (values["outrider.accepted"], round(values["outrider.first_token_s"], 2)) == ("3", 0.75)
+    began, end = int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])
+    assert end - began == 1.5e9 and abs(time.time_ns() - began - 2e9) < 20e9
+    assert (len(span["traceId"]), len(span["spanId"]), span["kind"]) == (32, 16, 2)
+
+    with RequestLog(tmp_path / "log", traces=Traces(url)) as log:  # the collector is gone
+        log.add(ended("two"))
+    assert [row["meta"]["id"] for row in rows(tmp_path / "log")] == ["one", "two"]
+    assert "traces can't be sent" in caplog.text
+    with pytest.raises(ConfigError, match=r"serve\.traces must be a URL"):
+        Traces("collector:4318")

@@ -69,6 +69,6 @@ def building(package: Path) -> Iterator[None]:
 
 
 def _stamp(path: Path) -> list[int]:
-    """Size and modification time."""
+    """Size and modification time, in seconds, which a layer of an image keeps."""
     stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns]
+    return [stat.st_size, int(stat.st_mtime)]

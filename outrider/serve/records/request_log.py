@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from outrider.errors import ConfigError
 from outrider.serve.calls import Call
+from outrider.serve.records.traces import Traces, span_of
 
 log = logging.getLogger("outrider.serve")
 
@@ -63,17 +64,22 @@ class RequestLog:
     path: of the file; None writes only to the logger `outrider.serve`, which gets one line of JSON per request, without
     text.  Raises ConfigError if it can't be written.
     log_prompts: write prompts and answers to the file.
+    traces: gets a span of each request too.
     largest_bytes: a file that would become larger is renamed to PATH.1, PATH.1 to PATH.2 and so on; `files` are kept.
     """
 
     def __init__(
-        self, path: Path | None = None, *, log_prompts: bool = False, largest_bytes: int = 64 * 2**20, files: int = 5
-    ) -> None:
+        self, path: Path | None = None, *, log_prompts: bool = False, largest_bytes: int = 64 * 2**20, files: int = 5,
+        traces: Traces | None = None,
+    ) -> None:  # fmt: skip
         if largest_bytes < 1 or files < 1:
             raise ConfigError(f"largest_bytes and files must be at least 1, got {largest_bytes} and {files}")
         self.is_off = path is None
         """The file is no longer written."""
         self.path, self.log_prompts, self.largest_bytes, self.files = path, log_prompts, largest_bytes, files
+        self._traces = traces
+        self._spans: list[dict[str, Any]] = []
+        """Not sent yet."""
         self._key = secrets.token_bytes(32)
         self._file = -1
         if path is not None:
@@ -124,6 +130,9 @@ class RequestLog:
             lines = [self._line(ended) for ended in batch if ended is not None]
             if not self.is_off and any(lines):
                 self._write("".join(lines).encode())
+            if self._traces is not None and self._spans:
+                self._traces.send(self._spans)
+                self._spans = []
         if not self.is_off:
             with suppress(OSError):
                 os.fsync(self._file)
@@ -133,6 +142,8 @@ class RequestLog:
         """The file's line; also writes to the logger."""
         try:
             figures = figures_of(ended.calls, ended.reasons)
+            if self._traces is not None:
+                self._spans.append(span_of(ended.id, ended.calls, ended.reasons, figures))
             if log.isEnabledFor(logging.INFO):
                 log.info(json.dumps({"request": ended.id} | figures))
             if self.is_off:
