@@ -67,12 +67,12 @@ def measured(seconds: float, clients: int) -> dict[str, Any]:
             for server in servers:
                 server.await_ready()
             with proxy(ports, Path(place)) as url:
-                found = asyncio.run(asked(url, servers, seconds, clients))
+                counts = asyncio.run(asked(url, servers, seconds, clients))
         finally:
             codes = [server.stop() for server in servers]
         ended = sum(server.ended() for server in servers)
-    doubled = ended - found["answers"] - found["errors"].total() - found["asked_before"]
-    return {**found, "errors": dict(found["errors"]), "doubled": doubled, "exit_codes": codes, "clients": clients}
+    doubled = ended - counts["answers"] - counts["errors"].total() - counts["asked_before"]
+    return {**counts, "errors": dict(counts["errors"]), "doubled": doubled, "exit_codes": codes, "clients": clients}
 
 
 class Server:
