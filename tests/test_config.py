@@ -220,7 +220,7 @@ def test_every_recipe_that_ships_can_be_read() -> None:
         assert of_a_target or path.stem in ("demo", "smollm2", f"demo-{kind}", f"paper-{kind}", kind)
         assert settings.drafter_config is not None
         assert settings.train is not None and settings.prepare.folder
-    assert kinds["recipes"] | kinds["lab"] == kinds["paper"] and len(kinds["paper"]) == 19
+    assert kinds["recipes"] | kinds["lab"] == kinds["paper"] and len(kinds["paper"]) == 20
     assert not kinds["recipes"] & kinds["lab"]
 
 

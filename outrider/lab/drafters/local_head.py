@@ -52,9 +52,9 @@ class Config(Base):
     itself."""
     head: str | None = None
     """Folder of the trained head."""
-    local: NonNegativeFloat = 0.5
+    local: NonNegativeFloat = 0.3
     """Weight of the head's logits."""
-    prior: NonNegativeFloat = 0.25
+    prior: NonNegativeFloat = 0.3
     """Weight of the logarithm of a token's share of the text that the head was trained on."""
     candidates: PositiveInt = 32
     """Candidates per row of the base's block, its likeliest tokens."""

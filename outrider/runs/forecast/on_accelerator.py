@@ -61,8 +61,8 @@ def work(settings: RunConfig, target: Sketch, place: Place, texts: Texts) -> Wor
     """
     assert settings.train is not None
     model = of_sketch(target, weights.stored({"dtype": target.spec.dtype}, settings.target.quantize, target.spec.name))
-    own = {key: value for key, value in settings.drafter.items() if key != "kind"}
-    draft = drafts.on_paper(settings.drafter["kind"], target, **own)
+    settings_of_kind = {key: value for key, value in settings.drafter.items() if key != "kind"}
+    draft = drafts.on_paper(settings.drafter["kind"], target, **settings_of_kind)
     if draft.model is None:
         raise ConfigError(f"{draft.kind} is not trained, so a training takes nothing; leave --hardware out")
     room = (1 - RESERVED) * place.memory_bytes - model.weight_bytes
