@@ -125,6 +125,7 @@ TABLES: dict[str, list[Table]] = {
         Table("plan", "kind=drafter; rows; predicted.peak_bytes/1e6:,.0f=planned MB; found.peak_bytes/1e6:,.0f=found; "
               "predicted.seconds:.2f=planned s; found.seconds:.2f=found"),
     ],
+    "local_head": [Table("rows", "way; tokens_per_step:.2f; over_base:.3f; low:.3f; high:.3f")],
     "recipes": [
         Table("rows", "recipe; devices=H100; answer_hours:.1f=to answer, h; read_hours:.1f=to read, h; "
               "train_hours:.1f=to train, h; tokens/1e6:,.0f=tokens, M; device_bytes/1e9:.0f=GB of each; "

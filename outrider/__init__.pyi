@@ -181,6 +181,14 @@ def load_drafter(
 
 @overload
 def load_drafter(
+    kind_or_path: Literal["local_head"], target: Target, *, device: str | torch.device | None = None,
+    quantize: str | None = None, base: str | Mapping[str, Any] | None = None, head: str | None = None,
+    local: float = 0.3, prior: float = 0.3, candidates: int = 32, gru: int = 512, rank: int = 128, context: int = 8,
+    length: int = 4,
+) -> Drafter: ...
+
+@overload
+def load_drafter(
     kind_or_path: Literal["medusa"], target: Target, *, device: str | torch.device | None = None,
     quantize: str | None = None, heads: int = 5, layers: int = 1, head: Literal['target', 'own'] = 'target',
     sequential: bool = False, nodes: int = 16, tree: Sequence[Sequence[int]] | None = None, drawn: bool = True,

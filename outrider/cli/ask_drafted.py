@@ -38,7 +38,8 @@ def ask_drafted(
     sampling = Sampling(body.get("temperature", 0.0), seed=body.get("seed"))
     most = body.get("max_tokens", MOST_TOKENS)
     with RemoteTarget(client, tokenizer) as target:
-        built = load_drafter(drafter, target, **override({}, settings))
+        reader: Any = target  # a target without layers, which drafters of tokens alone take
+        built = load_drafter(drafter, reader, **override({}, settings))
         drafted = target.generate(prompt, built, max_new_tokens=most, sampling=sampling)
         [text] = drafted.texts
         print(console.written(text.text), file=console.out.file, flush=True)

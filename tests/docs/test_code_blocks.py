@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ASKING = [("client.md", "import asyncio"), ("serve.md", "from openai import OpenAI")]
 """Blocks of Python that ask a server at http://127.0.0.1:8000; they are run beside one."""
-OTHERS = ("accelerate", "curl", "head", "jq", "llama-server", "sqlite3", "torchrun", "trtllm-serve")
+OTHERS = ("accelerate", "curl", "env", "head", "jq", "llama-server", "sqlite3", "torchrun", "trtllm-serve")
 """Programs in commands that are not ours."""
 RUN = (
     "outrider plan --hardware list", "outrider show --json-schema", "outrider drafters dspark",
