@@ -35,7 +35,7 @@ PRICES = Prices(
     models={MODEL: Price(input=1, output=20), "small": Price(input=1, output=4)},
 )  # fmt: skip
 ONCE = Retries(attempts=1)
-SHORT = Timeouts(connect_s=2.0, first_byte_s=0.3, idle_s=0.3, total_s=0.5)
+SHORT = Timeouts(connect_s=5.0, first_byte_s=1.5, idle_s=1.5, total_s=2.5)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_the_second_server_answers_in_time_and_once(servers, wish: dict[str, Any
             answer = await client.chat("hi", **settings)
             text = answer.text
             assert (answer.server, answer.attempts) == (f"{second}/v1", 2)
-        assert text == text_of("hi", 6) and time.monotonic() - began < 5
+        assert text == text_of("hi", 6) and time.monotonic() - began < 15
         usage = client.usage
         assert (usage.requests, usage.answered, usage.attempts) == (1, 1, 2)
         # 6 tokens at the second model's price, and the prompt
@@ -145,7 +145,7 @@ def test_a_profile_is_the_default_of_a_request(servers, tmp_path: Path) -> None:
         began = time.monotonic()
         with pytest.raises(Unavailable):
             client.chat("slow", trouble=[{"silent": True}])
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
     assert (ledger.bodies[0]["temperature"], ledger.bodies[0]["max_tokens"]) == (1.0, 4)
     assert load_profiles().keys() == {"chat", "code", "extract", "write"}
     (tmp_path / "mine.yaml").write_text("mine: {settings: {temperature: 0}, timeouts: {first_byte_s: 3}}\n")
