@@ -136,7 +136,7 @@ def made(place: Path) -> Path:
             "tasks": ["held_out.jsonl"], "prompts": 8, "max_new_tokens": 16, "baselines": ["ngram"], "repeats": 0,
             "min_first_ngrams": 0.0, "batch": 1,
         },
-        drafter=DRAFTER | {"anchors": 8},
+        drafter=DRAFTER | {"anchors": 8, "mask_token": 3},  # exports want a token for a mask
     )  # fmt: skip
     file = place / "kills.yaml"
     file.write_text(file.read_text().replace("target: tiny", "target: {name: tiny, compile: false}"))

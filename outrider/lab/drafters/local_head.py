@@ -139,7 +139,9 @@ class LocalDrafter(Drafter):
 
     @torch.inference_mode()
     def propose(self, memory: None, state: DecodeState, budget: Tensor) -> Draft:
-        model, ends = self.model, [state.tokens[row][-self.model.config.context :] for row in state.rows]
+        model, size = self.model, self.model.config.context
+        texts = [state.tokens[row] for row in state.rows]
+        ends = [text[(len(text) - 1) // size * size :] for text in texts]  # blocks as in training
         read = model.gru.along(model.words(padded(ends, 0, state.device)))
         read = torch.stack([read[b, len(end) - 1] for b, end in enumerate(ends)])
 
