@@ -12,6 +12,7 @@ import pytest
 from verbs import outrider_with
 
 from outrider.report.schema import Report
+from outrider.storage.lock import held
 from tests.runs.forks import fork
 
 PROMPTS = 4
@@ -104,6 +105,16 @@ def test_an_evaluation_that_was_killed_ends_as_one_that_was_not(whole, folder, q
     assert (out / "prompts.jsonl").read_bytes().startswith(before[: before.rfind(b"\n") + 1])
     assert lines(out) == 1 + PROMPTS
     assert rows(out) == rows(whole)
+
+
+def test_two_evaluations_do_not_write_to_one_folder(folder, quiz, tmp_path, capsys):
+    """Catches prompts of two evaluations in one journal."""
+    out = tmp_path / "out"
+    out.mkdir()
+    with held(out, AssertionError("the folder is new")):
+        assert outrider_with(*words(folder, quiz, out)) == 1
+    assert f"another evaluation is writing to {out}; wait until it ends" in " ".join(capsys.readouterr().err.split())
+    assert not list(out.iterdir())
 
 
 def test_a_fuller_report_is_not_replaced_unasked(whole, folder, quiz, capsys):
