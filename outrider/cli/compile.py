@@ -12,12 +12,15 @@ from outrider.cli.console import lasting, say
 from outrider.cli.options import DrafterSettings, TargetName
 from outrider.config import override
 from outrider.decoding.protocols import Drafter
+from outrider.errors import ConfigError
 from outrider.fast.runner import build_whole
 from outrider.loading import load_drafter
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 
 LOWEST_PRIORITY = 19
+MARK = ".outrider-packages"
+"""File in a folder that `--out` made: permissions of all that is in such a folder are changed."""
 
 
 def compile(
@@ -44,6 +47,10 @@ def compile(
     if background:
         os.nice(LOWEST_PRIORITY)
     if out is not None:
+        if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MARK).exists())):
+            raise ConfigError(f"--out {out} is there and was not made by this command; name a new folder")
+        out.mkdir(parents=True, exist_ok=True)
+        (out / MARK).touch()
         os.environ["OUTRIDER_CACHE"] = str(out.resolve())
     machine.set_up_process()
     loaded = load_target(target, device="cpu", dtype=dtype, revision=revision)
@@ -61,7 +68,8 @@ def compile(
             _say(what, "whole steps", build_whole(loaded, built, sampling))
     if out is not None:
         for path in (out, *out.rglob("*")):  # for another user, who may not write
-            path.chmod(0o755 if path.is_dir() else 0o644)
+            if not path.is_symlink():
+                path.chmod(0o755 if path.is_dir() else 0o644)
         say(f"folder    {out}: start servers with OUTRIDER_CACHE={out.resolve()}, on this kind of processor")
 
 

@@ -37,9 +37,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print
 
 Hardware = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME", help="With --dry-run, compute hours on this accelerator; `list` of `plan` names them."
-    ),
+    typer.Option(metavar="NAME", help="With --dry-run: hours on this accelerator; see outrider plan --hardware list."),
 ]
 Devices = Annotated[int, typer.Option(min=1, help="Number of accelerators for --hardware.")]
 Measure = Annotated[
@@ -63,6 +61,8 @@ def run(
     """Run all stages of a run file: prepare, train, evaluate.  Rerun the same command to resume."""
     place_of_json(json_to)
     all_overrides = [*_skipping(overrides, skip_bad), *_tracked(track)]
+    if hardware is None and devices != 1:
+        raise ConfigError(f"--devices {devices} has no effect without --hardware; add it, or leave --devices out")
     if hardware is not None and not dry_run:
         raise ConfigError(f"--hardware {hardware} has no effect without --dry-run; add it, or leave --hardware out")
     if dry_run:
@@ -125,9 +125,7 @@ def _skipping(overrides: list[str] | None, skip_bad: bool) -> list[str]:
     return [*(overrides or ()), *(["prepare.skip_bad=true"] if skip_bad else [])]
 
 
-def preview(
-    file: Path, overrides: list[str], only: Sequence[stages.Stage] | None = None
-) -> None:  # fmt: skip
+def preview(file: Path, overrides: list[str], only: Sequence[stages.Stage] | None = None) -> None:
     """Print what a run will do."""
     show(stages.plan(file, overrides, stages=only), None)
 

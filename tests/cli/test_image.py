@@ -80,3 +80,13 @@ def test_an_image_serves_without_a_compiler_root_or_writing(image: Path, folder:
         server.terminate()
         assert server.wait(60) == 0
     assert files(prebuilt) == before
+
+
+def test_a_folder_of_other_files_is_left_alone(tmp_path, capsys):
+    """Catches permissions that are changed in a folder that is not ours."""
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "secret").chmod(0o600)
+    assert outrider_with("compile", "--target", "demo", "--out", str(tmp_path)) == 2
+    assert "was not made by this command" in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["secret"]

@@ -7,6 +7,7 @@ from tiny import randomise
 from outrider.checkpoint import save
 from outrider.data.answers.store import Answer
 from outrider.data.features.live import TextAlone
+from outrider.data.overlap.contamination import sources_of
 from outrider.drafters import dflash, dspark
 from outrider.errors import ConfigError
 from outrider.generation import generate
@@ -123,3 +124,9 @@ def test_bases_that_cannot_be_corrected_are_refused(target, folders):
         load_drafter("local_head", target, base=folders["dflash"], head=folders["dspark"])
     with pytest.raises(ConfigError, match="belong together"):
         load_drafter("local_head", target, base=folders["dflash"])
+
+
+def test_the_texts_of_base_and_head_are_looked_up(folders):
+    """Catches an evaluation on texts that the head was trained on, reported as clean."""
+    choice = {"kind": "local_head", "base": folders["dflash"], "head": folders["head"]}
+    assert [source.name for source in sources_of(choice)] == [folders["dflash"], folders["head"]]

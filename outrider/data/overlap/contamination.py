@@ -77,7 +77,7 @@ def sources_of(choice: str | Mapping[str, Any]) -> list[TextSource]:
     model = settings.get("model")
     if model and not settings.get("new"):
         sources.append(TextSource(model, Path(model)))
-    for part in (settings.get("base"), settings.get("retriever"), *settings.get("members", ())):
+    for part in (*map(settings.get, ("base", "retriever", "head")), *settings.get("members", ())):
         sources += sources_of(part) if part else []
     return list(dict.fromkeys(sources))
 

@@ -167,10 +167,6 @@ class Fused(BlockModel):
         self.has_confidence = base.has_confidence
 
     @property
-    def reduced(self) -> DraftVocabulary | None:
-        return self.base.reduced
-
-    @property
     def draft_vocabulary(self) -> DraftVocabulary | None:  # type: ignore[override]
         return self.base.draft_vocabulary
 
@@ -183,7 +179,8 @@ class Fused(BlockModel):
         pick: Pick | None,
     ) -> Decoded:  # fmt: skip
         head, fusion, corrected = self.head, self.fusion, list[Tensor]()
-        read = head.gru(head.words(anchors), head.gru.start(head.words(anchors)))
+        words = head.words(anchors)
+        read = head.gru(words, head.gru.start(words))
 
         def corrected_pick(logits: Tensor, row: int) -> Tensor:
             nonlocal read

@@ -127,7 +127,7 @@ def on_paper(kind: str, target: Sketch, model: Anatomy | None = None, **settings
     if trained(kind) is None or method(kind).is_model:
         if model is None:
             raise ConfigError(f"{kind} drafts with another language model; name it with --draft-model")
-        return DraftModelOnPaper(kind, way, model)
+        return DraftModelOnPaper(kind, way, model, trains_head=True)
     return _counted(kind, way, target, settings)
 
 

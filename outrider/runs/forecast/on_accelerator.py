@@ -74,11 +74,11 @@ def work(settings: RunConfig, target: Sketch, place: Place, texts: Texts) -> Wor
     passes = passes_of(settings, texts.number)
     slots = max(1, min(MOST_SLOTS, int(room / max(1.0, model.cache_bytes(texts.prompt + texts.answer)))))
     step = pass_of(model, place, slots, 1, texts.prompt + texts.answer / 2).seconds + place.efficiency.step_s
-    answering = texts.number * texts.answer * step / slots + 2 * model.active * texts.number * texts.prompt / speed(
-        place
-    )
+    prompts = 2 * model.active * texts.number * texts.prompt / speed(place)
+    answering = texts.number * texts.answer * step / slots + prompts
     stored = settings.prepare.stores_states
-    reading = 2 * model.active * texts.tokens * (1 if stored else passes)
+    times_read = 0 if settings.prepare.features == "text" else 1 if stored else passes
+    reading = 2 * model.active * texts.tokens * times_read
     training = draft.training_flops(model, texts.prompt + texts.answer, texts.answer) * texts.number * passes
     each = state_bytes(settings, target, draft.config) if stored else 0.0
     return Work(
@@ -115,7 +115,9 @@ def lines(settings: RunConfig, inputs: Inputs, place: Place) -> Iterator[Line]:
     """What a dry run says of these accelerators.  Raises ConfigError where nothing can be computed."""
     target, count = inputs.target, len(inputs.conversations)
     if target is None or settings.train is None or not count:
-        raise ConfigError("--hardware needs the target's config, prompts and a `train:` section; leave it out without")
+        raise ConfigError(
+            "--hardware needs the target's config, prompts and a `train:` section; add what is missing, or leave it out"
+        )
     tokens = cost.tokens_of(settings, inputs)
     texts = Texts(count, tokens.source / count, tokens.answers / count)
     work_of_run, name = work(settings, target, place, texts), f"{place.devices} {place.accelerator.name}"

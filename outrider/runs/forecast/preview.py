@@ -94,7 +94,7 @@ def _prepare(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
     yield Line("prepare", "answered before", done)
     yield Line("prepare", "tokens to write, at most", tokens)
     yield Line("prepare", f"disk, about, in {settings.answers}", answers_bytes(settings, inputs), "bytes")
-    if config.features != "live" and inputs.target is not None:
+    if config.stores_states and inputs.target is not None:
         each = cost.bytes_per_token(settings, inputs, config.feature_encoding)
         yield Line("prepare", "disk of a token's features, about", round(each), "bytes")
     if inputs.target is not None and done < used and not config.servers:
@@ -124,7 +124,7 @@ def _refused(settings: RunConfig, inputs: Inputs) -> int | None:
 
 def _features(settings: RunConfig, inputs: Inputs, passes: float) -> Iterator[Line]:
     """Cost of each way to get features, and the best one."""
-    if inputs.target is None or not len(inputs.conversations):
+    if inputs.target is None or not len(inputs.conversations) or settings.prepare.features == "text":
         return
     tokens, taps = cost.tokens_of(settings, inputs), cost.num_taps(settings, inputs)
     each = ", ".join(f"{cost.bytes_per_token(settings, inputs, kind):,.0f} {kind}" for kind in cost.KINDS)
