@@ -678,6 +678,22 @@ FAULTS = [
         ("EnsembleCache.free", "for part in self.parts:", "for part in self.parts[:1]:"),
     ),
     fault(
+        "a token that has under half of the mean is taken for the ensemble's choice",
+        ("EnsembleTarget._disputed", "mean <= 0.5", "mean <= 0.25"),
+    ),
+    fault(
+        "members are averaged where one of them is inside a token",
+        (
+            "EnsembleTarget._mixed",
+            "functools.reduce(torch.logical_and, speaks)",
+            "functools.reduce(torch.logical_or, speaks)",
+        ),
+    ),
+    fault(
+        "a mean that is sure of a piece is sharpened",
+        ("EnsembleTarget._sharpened", "<= math.log(0.5)", "<= 0.0"),
+    ),
+    fault(
         "slots that fit into memory without their drafts are allowed, and memory runs out while decoding",
         (
             "capacity",

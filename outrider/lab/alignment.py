@@ -14,6 +14,7 @@ B slots of a pass, R rows of each (anchor and drafted nodes), V the first member
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +40,10 @@ class Opinion(NamedTuple):
     """[B, R, V]; -inf for rows without an opinion."""
     rest: Tensor | None = None
     """[B, R], the probability left to the first member, 1 for rows without an opinion; None for 0 everywhere."""
+
+    def at(self, rows: Tensor) -> Opinion:
+        """For the K rows of a mask [B, R]."""
+        return Opinion(self.log_p[rows], None if self.rest is None else self.rest[rows])
 
 
 class SharedMember:
@@ -197,6 +202,22 @@ class AlignedMember:
 
     def blank(self) -> Transcript:
         return Transcript(self.theirs, self.own)
+
+    @functools.cached_property
+    def beginnings(self) -> Tensor:
+        """[V], for each token of the first member's that begins a word and that this member splits, the first member's
+        id of the first piece; -1 for every other token."""
+        before, shared = (
+            self.own.encode("a").ids,
+            {piece_id: first_id for first_id, piece_id in self.shared.by_target.items()},
+        )
+        beginnings = torch.full((self.theirs.size,), -1)
+        for token, piece in enumerate(self.theirs.pieces):
+            if piece and piece[:1] == b" ":
+                ids = self.own.encode("a" + piece.decode(errors="replace")).ids
+                if ids[: len(before)] == before and len(ids) > len(before) + 1:
+                    beginnings[token] = shared.get(ids[len(before)], -1)
+        return beginnings.to(self.target.device)
 
     def ids(self, reading: Transcript) -> list[int]:
         """A text's ids as the member reads it, with the ids that its tokenizer puts before every text."""

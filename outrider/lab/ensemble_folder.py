@@ -8,7 +8,7 @@ A member is a folder, relative to this one, a Hugging Face id or `demo`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -23,6 +23,10 @@ class Description(Config):
     """Folders or Hugging Face ids; the first one's tokenizer writes."""
     weights: tuple[float, ...] | None = None
     """Of the members' distributions, in the same order; equal unless given."""
+    positions: Literal["all", "disputed"] = "all"
+    """Where members are averaged; see `targets.ensemble`."""
+    sharpen: bool = False
+    """Whether pieces count for the token that they begin."""
 
 
 def described(name: str | Path) -> Description | None:

@@ -14,7 +14,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.errors import TargetError
 from outrider.generation import generate
-from outrider.lab.alignment import AlignedCache
+from outrider.lab.alignment import AlignedCache, Opinion
 from outrider.lab.targets.ensemble import EnsembleTarget
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
@@ -118,6 +118,43 @@ def test_p_is_the_mean_over_the_common_vocabulary_and_the_first_members_rest(pla
         assert torch.allclose(found, wanted, atol=1e-9)
         ensembled += is_mean
     assert 3 < ensembled < 15
+
+
+def test_members_that_agree_where_both_have_a_token_decide_alone(plain_pair):
+    """Catches a mean where a member is inside a token, and a dispute that is missed: greedy text with drafts is that of
+    averaging every position of a pair."""
+    pair = EnsembleTarget(plain_pair.members, (0.6, 0.4), "disputed")
+    prompts = [plain_pair.encode(line)[:6] for line in ASCII]
+    wanted = [each.tokens for each in generate(plain_pair, prompts, max_new_tokens=24)]
+    for drafter in (None, small_model(pair)):
+        assert [each.tokens for each in generate(pair, prompts, drafter, max_new_tokens=24)] == wanted
+    assert 0 < pair.shares.ensembled < pair.shares.positions
+
+
+def test_sharpening_moves_a_piece_to_the_token_that_it_begins(plain_pair):
+    """Catches mass that is lost or made, moved where the mean is not flat, or from a piece of another token."""
+    pair = EnsembleTarget(plain_pair.members, (0.6, 0.4), sharpen=True)
+    (member, weight), pieces = pair._others[0], plain_pair._others[0][0].theirs.pieces
+    split = [token for token, first in enumerate(member.beginnings.tolist()) if first >= 0]
+    assert split
+    for token in split:
+        spelled = member.own.encode("a" + pieces[token].decode()).tokens[1:]
+        begun = pieces[int(member.beginnings[token])].decode()
+        assert len(spelled) > 1 and spelled[0].replace("Ġ", " ") == begun and pieces[token].decode().startswith(begun)
+    token, begun = split[0], int(member.beginnings[split[0]])
+    for chance, is_flat in ((0.3, True), (0.8, False)):
+        p = torch.full((1, len(pieces)), (1 - chance) / (len(pieces) - 1), dtype=torch.float64)
+        p[0, begun] = chance
+        opinion = Opinion(p.log())
+        found = pair._sharpened(p.log(), torch.tensor([token]), [opinion]).exp()
+        assert float(found.sum()) == pytest.approx(1.0, abs=1e-12)
+        moved = weight * chance * is_flat
+        assert float(found[0, token] - p[0, token]) == pytest.approx(moved, abs=1e-12)
+        assert float(p[0, begun] - found[0, begun]) == pytest.approx(moved, abs=1e-12)
+    prompt = plain_pair.encode(ASCII[0])[:6]
+    (drafted,) = generate(pair, prompt, small_model(pair), max_new_tokens=24)
+    (alone,) = generate(pair, prompt, max_new_tokens=24)
+    assert drafted.tokens == alone.tokens
 
 
 def test_a_text_beyond_a_members_context_is_left_to_the_others(writer, tmp_path):

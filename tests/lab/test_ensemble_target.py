@@ -20,6 +20,7 @@ from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError, TargetError
 from outrider.generation import generate
+from outrider.lab.alignment import Opinion
 from outrider.lab.targets.ensemble import EnsembleTarget, Shares
 from outrider.sampling.distribution import Settings, distribution
 from outrider.sampling.settings import Sampling
@@ -62,15 +63,51 @@ def brute(members: Sequence[TransformersTarget], weights: Sequence[float], promp
     return text[len(prompt) :]
 
 
-def test_greedy_text_is_that_of_averaging_token_by_token(members, ensemble, prompts):
-    """Catches a mean of logits in place of distributions, weights in another order, and one member's cache that keeps a
-    rejected token or the text of a slot's request before."""
+@pytest.mark.parametrize("positions", ["all", "disputed"])
+def test_greedy_text_is_that_of_averaging_token_by_token(members, prompts, positions):
+    """Catches a mean of logits in place of distributions, weights in another order, one member's cache that keeps a
+    rejected token or the text of a slot's request before, and a dispute that is taken for an agreement."""
+    if positions == "disputed":  # members that agree now and then
+        members = [members[0], near(3), near(4)]
+    ensemble = EnsembleTarget(members, WEIGHTS, positions)
     wanted = [brute(members, WEIGHTS, prompt, 16) for prompt in prompts]
     whole = [prompt + text for prompt, text in zip(prompts, wanted, strict=True)]
     for drafter in (small_model(members[1]), Oracle(whole, 64)):
         results = generate(ensemble, prompts, drafter, max_new_tokens=16, slots=2, policy="fixed")
         assert [each.tokens for each in results] == wanted
         assert sum(sum(each.accepted) for each in results) > 8
+    share = ensemble.shares.ensembled / ensemble.shares.positions
+    assert share == 1 if positions == "all" else 0.1 < share < 1
+
+
+def near(seed: int) -> TransformersTarget:
+    """The first member with noise on its weights."""
+    model, noise = tiny_model(), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.05 * torch.randn(weight.shape, dtype=weight.dtype, generator=noise)
+    return load_target(model)
+
+
+ROWS = [  # p of three members, and whether they are averaged
+    ([[0.6, 0.3, 0.1], [0.4, 0.3, 0.3], [0.5, 0.4, 0.1]], False),  # the same token is the likeliest
+    ([[0.4, 0.3, 0.3], [0.4, 0.35, 0.25], [0.4, 0.3, 0.3]], False),  # also below half
+    ([[0.9, 0.05, 0.05], [0.2, 0.7, 0.1], [0.6, 0.2, 0.2]], False),  # 0.63 of the mean
+    ([[0.45, 0.4, 0.15], [0.2, 0.7, 0.1], [0.3, 0.6, 0.1]], True),  # 0.345 of it
+    ([[0.45, 0.4, 0.15], [0.2, 0.7, 0.1], None], False),  # one has no such position
+]
+
+
+def test_members_are_averaged_where_all_are_asked_and_it_can_change_the_choice(members):
+    """Catches a threshold of another share, a member that is not asked, and a mean where all agree."""
+    safe = EnsembleTarget(members, WEIGHTS, "disputed")
+    for several, is_averaged in ROWS:
+        rows = [torch.tensor([[row or [0.0] * 3]], dtype=torch.float64) for row in several]
+        opinions = [Opinion(p.log(), None if p.sum() else torch.ones(1, 1).double()) for p in rows[1:]]
+        p, is_ensembled = safe._mixed(rows[0].log(), rows[0].argmax(-1), opinions)
+        mean = sum(weight * row for weight, row in zip(WEIGHTS, rows, strict=True))
+        assert bool(is_ensembled) == is_averaged
+        assert torch.allclose(p.exp(), mean if is_averaged else rows[0])
 
 
 def small_model(member: TransformersTarget, **settings: object) -> Drafter:
@@ -78,19 +115,28 @@ def small_model(member: TransformersTarget, **settings: object) -> Drafter:
     return module.SmallModel(member, module.Config(**settings))
 
 
+@pytest.mark.parametrize("positions", ["all", "disputed"])
 @pytest.mark.parametrize("sampling", first([{"temperature": 0.8, "top_k": 4}, {"temperature": 1.6}]), ids=str)
-def test_sampled_tokens_follow_the_mean(sampling):
-    """Catches a q or p of one member where the ensemble's is due, and a temperature inside each member's softmax: p is
-    the mean to the power of 1 / T.  Chi-square over 1500 texts of three tokens; a false alarm has odds of 1e-6."""
-    own = [load_target(tiny_model(seed, vocab_size=6, num_hidden_layers=1)) for seed in (0, 3)]
-    both, prompt = EnsembleTarget(own, (0.6, 0.4)), [1, 4]
+def test_sampled_tokens_follow_the_mean(sampling, positions):
+    """Catches a q or p of one member where the ensemble's is due, a mean where members agree, and a temperature inside
+    each member's softmax: p is the mean to the power of 1 / T.  Chi-square over 1500 texts of three tokens; a false
+    alarm has odds of 1e-6."""
+    own = [load_target(scaled(tiny_model(seed, vocab_size=6, num_hidden_layers=1), 1.5)) for seed in (0, 3)]
+    both, prompt = EnsembleTarget(own, (0.6, 0.4), positions), [1, 4]
+    means = []
     settings = Settings.of([Sampling(**sampling)])
+
+    def rule(weights, text) -> torch.Tensor:
+        one, two = (p_after([member], (1.0,), text) for member in own)
+        mean, best = weights[0] * one + weights[1] * two, int(one.argmax())
+        means.append(positions == "all" or (best != int(two.argmax()) and float(mean[best]) <= 0.5))
+        return mean if means[-1] else one
 
     def exact(weights) -> torch.Tensor:
         joint = torch.ones(1, dtype=torch.float64)
         for n in range(3):
             paths = [[]] if n == 0 else torch.cartesian_prod(*[torch.arange(6)] * n).view(-1, n).tolist()
-            ps = [p_after(own, weights, [*prompt, *path]).log()[None] for path in paths]
+            ps = [rule(weights, [*prompt, *path]).log()[None] for path in paths]
             joint = (joint[:, None] * torch.stack([distribution(p, settings)[0] for p in ps])).flatten()
         return joint.view(6, 6, 6)
 
@@ -98,6 +144,7 @@ def test_sampled_tokens_follow_the_mean(sampling):
     assert accepted > 500
     assert follows(tokens, exact((0.6, 0.4)))
     assert not follows(tokens, exact((0.4, 0.6)))  # the test can see it
+    assert positions == "all" or 0 < sum(means) < len(means)
 
 
 def test_weight_one_is_the_first_member_bit_for_bit(members, prompts, monkeypatch):
@@ -140,11 +187,7 @@ def test_spare_rows_of_an_embedding_are_no_tokens(members, prompts):
 
 def test_shares_count_what_was_committed(members, prompts):
     """Catches rejected rows that are counted, and a last or first position that is not."""
-    near = tiny_model()
-    with torch.no_grad():
-        for weight in near.parameters():
-            weight += 0.05 * torch.randn(weight.shape, dtype=weight.dtype, generator=torch.Generator().manual_seed(3))
-    members = [members[0], load_target(near)]
+    members = [members[0], near(3)]
     both = EnsembleTarget(members)
     found = generate(both, prompts, small_model(members[0]), max_new_tokens=14, slots=3)
     disagreed = changed = undecided = 0
@@ -176,7 +219,8 @@ def test_states_and_head_are_the_first_members(members, ensemble, prompts):
     # a drafter of the first member fits: it is bound by that one's hash
     assert ensemble.spec.base_hash == members[0].spec.weights_hash
     assert ensemble.spec.weights_hash not in {member.spec.weights_hash for member in members}
-    assert EnsembleTarget(members).spec.weights_hash != ensemble.spec.weights_hash
+    others = EnsembleTarget(members), EnsembleTarget(members, WEIGHTS, "disputed")
+    assert len({target.spec.weights_hash for target in (ensemble, *others)}) == 3
 
 
 def test_what_needs_one_model_is_refused(ensemble):
@@ -220,6 +264,10 @@ def folder(tmp_path_factory):
     make_folder(path / "two", seed=4, num_hidden_layers=2)
     (path / "both").mkdir()
     (path / "both" / "ensemble.json").write_text(json.dumps({"members": ["../one", "../two"], "weights": [3, 1]}))
+    (path / "safe").mkdir()
+    (path / "safe" / "ensemble.json").write_text(
+        json.dumps({"members": ["../one", "../two"], "positions": "disputed", "sharpen": True})
+    )
     return path
 
 
@@ -232,6 +280,8 @@ def test_a_folder_is_loaded_as_any_other_target(folder):
     (found,) = outrider.generate(target, "def read", max_new_tokens=12)
     prompt = target.encode("def read")
     assert found.tokens == brute(target.members, target.weights, prompt, 12)[: len(found.tokens)]
+    safe = load_target(folder / "safe", compile=False)
+    assert (target.is_selective, target.sharpen, safe.is_selective, safe.sharpen) == (False, False, True, True)
     assert sketch(str(folder / "both")).spec.hidden == target.spec.hidden
     assert target.parameters == sum(member.parameters for member in target.members)
     # a member that drafts too is not loaded a second time
@@ -246,6 +296,7 @@ WRONG = [
     ({"members": ["../one", "../two"], "weights": [-1, 2]}, "none below 0"),
     ({"members": ["../one", "../two"], "weights": [0, 0]}, "not all 0"),
     ({"members": ["../one", "../two"], "weight": [1, 1]}, "unknown key 'weight'; did you mean 'weights'"),
+    ({"members": ["../one", "../two"], "positions": "some"}, "positions"),
     ({"members": ["../one", "../both"]}, "is an ensemble and can't be a member"),
     ({"members": ["../one", "./nowhere"]}, "no such folder"),
 ]

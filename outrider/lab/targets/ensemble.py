@@ -5,10 +5,15 @@ and drafters read its states.  One pass of every member verifies a draft; each h
 to the accepted text.  Members with the same vocabulary read the same ids; one with another tokenizer reads the text in
 its own tokens, see `alignment`.
 
-Differs from the paper: SAFE ensembles only at some positions.  If all members have the same likeliest token, or one
-token has more than half of the mean, the greedy choice is known without the mean (our conditions, not the paper's
-words).  Here the mean is computed at every position, so that sampling is exact too; `shares` counts where it was
-needed.  SAFE drafts with a member; here any drafter drafts, and all members verify.
+With positions "all" p is the mean wherever some member has a distribution.  With "disputed", as in SAFE, p is the first
+member's own, except where all members have one, their likeliest tokens differ, and the first's has at most half of the
+mean.  Elsewhere that token is the mean's likeliest too, so greedy texts are those of the mean at every position that
+all tokenizers share.  Either p depends on the text before it alone, so drafts change nothing.
+`sharpen` is SAFE's: where no token has more than half of the mean, what a member with another tokenizer gives to the
+piece that it begins the first member's likeliest token with counts for that token.
+
+Differs from the paper: the conditions are ours, not its words.  SAFE drafts with a member, which is not asked again;
+here any drafter drafts, and all members verify.
 
 Temperature, penalties and bans apply to the logarithm of the mean, as to any target's logits.  So p at temperature T is
 the mean to the power of 1 / T, normalised, not the mean of the members' distributions at T.
@@ -24,7 +29,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Never
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor, nn
@@ -54,13 +59,13 @@ class Shares:
 
     positions: int = 0
     ensembled: int = 0
-    """Some other member had a distribution; elsewhere p is the first member's."""
+    """Members were averaged; elsewhere p is the first member's."""
     disagreed: int = 0
-    """Not all of these members have the same likeliest token."""
+    """Not all members that have a distribution have the same likeliest token."""
     changed: int = 0
     """The likeliest token of the mean is not the first member's."""
     undecided: int = 0
-    """They disagreed, and no token has more than half of the mean."""
+    """They disagreed and were averaged, and no token has more than half of the mean."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, codes: Sequence[int]) -> None:
@@ -124,9 +129,12 @@ class NoModel(TargetError, AttributeError):
 class EnsembleTarget:
     """Several causal LMs as one target; drafting does not change the mean of their distributions."""
 
-    def __init__(self, members: Sequence[TransformersTarget], weights: Sequence[float] | None = None):
+    def __init__(
+        self, members: Sequence[TransformersTarget], weights: Sequence[float] | None = None,
+        positions: Literal["all", "disputed"] = "all", sharpen: bool = False,
+    ):  # fmt: skip
         """members: loaded targets on one device; texts are in the first one's tokens.  weights: of their distributions,
-        equal by default, normalised to a sum of 1.
+        equal by default, normalised to a sum of 1.  positions: where members are averaged.
 
         Members of weight 0 are not run, except the first.  Raises ConfigError for invalid weights, TargetError for
         members that can't be averaged.
@@ -145,9 +153,11 @@ class EnsembleTarget:
                 )
         weighed = zip(others, self.weights[1:], strict=True)
         self._others = [(_member(member, first), weight) for member, weight in weighed if weight > 0]
+        self.is_selective, self.sharpen = positions == "disputed", sharpen
         self.shares = Shares()
         """Counts over all texts so far."""
-        self.spec = _spec(self.members, self.weights, [other for other, _ in self._others])
+        rule = (positions, sharpen) if self.is_selective or sharpen else ()
+        self.spec = _spec(self.members, self.weights, [other for other, _ in self._others], rule)
         self.device, self.tokenizer, self.mask_token = first.device, first.tokenizer, first.mask_token
         self._ends: frozenset[int] | None = None
 
@@ -169,7 +179,10 @@ class EnsembleTarget:
         likeliest = scores.logits.argmax(-1)
         parts = zip(self._others, cache.parts[1:], strict=True)
         opinions = [other.prefill(part, rows, tokens, lengths, likeliest) for (other, _), part in parts]
-        return scores._replace(logits=self._mean(scores.logits, opinions), choice=None) if opinions else scores
+        if not opinions:
+            return scores
+        logits, _ = self._mixed(scores.logits, likeliest, opinions)
+        return scores._replace(logits=logits, choice=None)
 
     @torch.inference_mode()
     def verify(
@@ -187,14 +200,53 @@ class EnsembleTarget:
         likeliest = scores.logits.argmax(-1)
         parts = zip(self._others, cache.parts[1:], strict=True)
         opinions = [other.verify(part, rows, anchor, draft, likeliest) for (other, _), part in parts]
-        logits = self._mean(scores.logits, opinions)
-        cache.count(_codes(likeliest, logits, opinions))
+        logits, is_ensembled = self._mixed(scores.logits, likeliest, opinions)
+        cache.count(_codes(likeliest, logits, opinions, is_ensembled))
         return scores._replace(logits=logits, choice=None)
 
-    def _mean(self, logits: Tensor, opinions: Sequence[Opinion | None]) -> Tensor:
-        """The logarithm of the weighted mean, [B, R, V]; what a member does not say is the first member's."""
-        first_log_p = wide(logits).log_softmax(-1)
-        first, weighed = first_log_p.new_full(first_log_p.shape[:2], self.weights[0]), []
+    def _mixed(self, logits: Tensor, likeliest: Tensor, opinions: Sequence[Opinion | None]) -> tuple[Tensor, Tensor]:
+        """Log p [B, R, V], and whether members were averaged [B, R]."""
+        log_p = wide(logits).log_softmax(-1)
+        speaks = [_speaks(opinion, likeliest) for opinion in opinions]
+        if not self.is_selective:
+            is_ensembled = functools.reduce(torch.logical_or, speaks)
+            log_p = self._mean(log_p, opinions)
+            return self._sharpened(log_p, likeliest, opinions) if self.sharpen else log_p, is_ensembled
+        is_ensembled = functools.reduce(torch.logical_and, speaks)
+        if bool(is_ensembled.any()):
+            is_ensembled = is_ensembled & self._disputed(log_p, likeliest, opinions)
+        if bool(is_ensembled.any()):
+            here = [opinion and opinion.at(is_ensembled) for opinion in opinions]
+            mean, first = self._mean(log_p[is_ensembled], here), likeliest[is_ensembled]
+            log_p[is_ensembled] = self._sharpened(mean, first, here) if self.sharpen else mean
+        return log_p, is_ensembled
+
+    def _disputed(self, first_log_p: Tensor, likeliest: Tensor, opinions: Sequence[Opinion | None]) -> Tensor:
+        """[B, R], whether members differ and the first's likeliest token has at most half of the mean."""
+        at = likeliest[..., None]
+        first, differ = first_log_p.gather(-1, at)[..., 0].exp(), torch.zeros_like(likeliest, dtype=torch.bool)
+        mean = self.weights[0] * first
+        for opinion, (_, weight) in zip(opinions, self._others, strict=True):
+            if opinion is not None:
+                differ |= opinion.log_p.argmax(-1) != likeliest
+                rest = 0.0 if opinion.rest is None else opinion.rest
+                mean += weight * (opinion.log_p.gather(-1, at)[..., 0].exp() + rest * first)
+        return differ & (mean <= 0.5)
+
+    def _sharpened(self, log_p: Tensor, likeliest: Tensor, opinions: Sequence[Opinion | None]) -> Tensor:
+        """Where the mean [..., V] is flat, the first member's likeliest token has what others give to its beginning."""
+        p, is_flat, at = log_p.exp(), log_p.max(-1).values <= math.log(0.5), likeliest[..., None]
+        for opinion, (member, weight) in zip(opinions, self._others, strict=True):
+            if opinion is not None and isinstance(member, AlignedMember):
+                beginning = member.beginnings[likeliest][..., None]
+                moved = weight * opinion.log_p.gather(-1, beginning.clamp(min=0)).exp()
+                moved = moved.where(is_flat[..., None] & (beginning >= 0), 0.0)
+                p = p.scatter_add(-1, at, moved).scatter_add(-1, beginning.clamp(min=0), -moved)
+        return torch.where(is_flat[..., None], p.clamp(min=0).log(), log_p)
+
+    def _mean(self, first_log_p: Tensor, opinions: Sequence[Opinion | None]) -> Tensor:
+        """The logarithm of the weighted mean, [..., V]; what a member does not say is the first member's."""
+        first, weighed = first_log_p.new_full(first_log_p.shape[:-1], self.weights[0]), []
         for opinion, (_, weight) in zip(opinions, self._others, strict=True):
             if opinion is None:
                 first += weight
@@ -292,20 +344,25 @@ class EnsembleTarget:
 # ── parts ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _codes(likeliest: Tensor, logits: Tensor, opinions: Sequence[Opinion | None]) -> Tensor:
+def _speaks(opinion: Opinion | None, likeliest: Tensor) -> Tensor:
+    """[B, R], whether a member has a distribution."""
+    if opinion is None:
+        return torch.zeros_like(likeliest, dtype=torch.bool)
+    return opinion.log_p.amax(-1) > -torch.inf
+
+
+def _codes(
+    likeliest: Tensor, logits: Tensor, opinions: Sequence[Opinion | None], is_ensembled: Tensor
+) -> Tensor:  # fmt: skip
     """[B, R] int64, the bits of `Shares`."""
-    is_ensembled = torch.zeros_like(likeliest, dtype=torch.bool)
     is_split = torch.zeros_like(is_ensembled)
     for opinion in opinions:
         if opinion is not None:
-            best, choice = opinion.log_p.max(-1)
-            speaks = best > -torch.inf
-            is_ensembled |= speaks
-            is_split |= speaks & (choice != likeliest)
+            is_split |= _speaks(opinion, likeliest) & (opinion.log_p.argmax(-1) != likeliest)
     best, choice = logits.max(-1)
     bits = {
         ENSEMBLED: is_ensembled, DISAGREED: is_split, CHANGED: choice != likeliest,
-        UNDECIDED: is_split & (best <= math.log(0.5)),
+        UNDECIDED: is_split & is_ensembled & (best <= math.log(0.5)),
     }  # fmt: skip
     return sum((bit * flags for bit, flags in bits.items()), torch.zeros_like(likeliest))
 
@@ -338,12 +395,13 @@ MODES = ("off", "chain", "tree")
 
 
 def _spec(
-    members: Sequence[TransformersTarget], weights: Sequence[float], others: Sequence[SharedMember | AlignedMember]
-) -> TargetSpec:
+    members: Sequence[TransformersTarget], weights: Sequence[float], others: Sequence[SharedMember | AlignedMember],
+    rule: tuple[Any, ...],
+) -> TargetSpec:  # fmt: skip
     first = members[0].spec
     verifying = [first, *(other.target.spec for other in others)]
     same = [first, *(other.target.spec for other in others if isinstance(other, SharedMember))]
-    facts = [(member.spec.weights_hash, weight) for member, weight in zip(members, weights, strict=True)]
+    facts = [*zip((member.spec.weights_hash for member in members), weights, strict=True), *rule]
     return replace(
         first, name=" + ".join(member.spec.name for member in members), revision=None,
         context=min(spec.context for spec in same), mode=min((spec.mode for spec in verifying), key=MODES.index),
@@ -373,4 +431,5 @@ def load(
     nested = [member for member in description.members if described(member) is not None]
     if nested:
         raise ConfigError(f"{nested[0]} is an ensemble and can't be a member of {name}; name its members there")
-    return EnsembleTarget([load_target(member, **options) for member in description.members], description.weights)
+    members = [load_target(member, **options) for member in description.members]
+    return EnsembleTarget(members, description.weights, description.positions, description.sharpen)
