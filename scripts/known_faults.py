@@ -22,6 +22,15 @@ def fault(name: str, *edits: tuple[str, str, str]) -> Fault:
 
 
 FAULTS = [
+    # when a drafter that learns is updated
+    fault(
+        "a drafter is updated although that costs more time than it saves",
+        ("Payoff.is_due", "return self.saved > self.cost", "return self.saved > 0"),
+    ),
+    fault(
+        "a drop of acceptance is no reason for an update",
+        ("Updates._loss", "return level.old / level.new - 1 if level.is_drop else 0.0", "return 0.0"),
+    ),
     # what strangers bring
     fault(
         "an unknown key, which may be another server's, is a label of the open metrics",

@@ -193,6 +193,17 @@ def test_undo_reaches_a_running_server(quick, tmp_path, learned, float_target, c
     assert json.loads(capsys.readouterr().out)["version"] == 0
 
 
+def test_no_version_is_trained_that_costs_more_than_it_saves(quick, tmp_path, learned, float_target):
+    """Catches a horizon that is read and not obeyed, and time without requests that counts as decoding."""
+    there = copied(learned, tmp_path / "dear")
+    for horizon_s, trains in ((1e-3, False), (1e9, True)):
+        there.set(learning=there.config.model_dump(mode="json") | {"every_texts": 1, "horizon_s": horizon_s})
+        with learning(float_target, Folder(there.path)) as (learner, serve):
+            time.sleep(0.3)  # until the engine sleeps for the first time
+            serve(8)
+            assert until(lambda: learner._job is not None, 1.5) == trains
+
+
 @pytest.mark.parametrize("while_busy", [False, True])
 def test_the_training_stands_still_while_requests_are_there(tmp_path, learned, float_target, while_busy):
     """Catches a job that takes the processor from those who are served, and one that never goes on."""

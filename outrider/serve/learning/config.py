@@ -18,6 +18,9 @@ class Learning(Config):
     """One prompt in this many is never trained on; new weights are compared with old ones on these."""
     every_texts: PositiveInt = 512
     """Number of new training texts after which a new version is trained."""
+    horizon_s: PositiveFloat | None = None
+    """Train a version only if it should save more decoding time over this many seconds than it takes; by default,
+    whenever there are enough new texts."""
     steps: PositiveInt = 100
     """Training steps of one version."""
     lr: PositiveFloat | None = None

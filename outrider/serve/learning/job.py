@@ -108,6 +108,7 @@ def make_version(folder: Folder) -> dict[str, Any]:
         "texts": len(texts), "tokens": sum(len(text.answer) for text in texts),
         "rejected": sum(len(text.rejected) for text in texts), "data": hash_of(texts), "prompts": len(held_out),
         "steps": training.last_step, "lr": training.lr, "seconds": round(time.monotonic() - began, 1),
+        "cpu_s": round(time.process_time(), 1),
     }  # fmt: skip
     if trial.passes and folder.settings["compile"]:
         compile_for_server(folder, made)

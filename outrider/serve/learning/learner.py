@@ -31,6 +31,7 @@ from outrider.serve.engine import Engine
 from outrider.serve.learning.buffer import Text
 from outrider.serve.learning.folder import JOB_LOG, Folder, State
 from outrider.serve.learning.live_acceptance import Change, Counts, change, counts_of
+from outrider.serve.learning.updates import Updates
 from outrider.targets.protocol import Target
 
 log = logging.getLogger("outrider.serve")
@@ -93,6 +94,10 @@ class Learner:
         """Of texts under the previous version, while a rollback is possible; otherwise empty."""
         self._before_version = 0
         self._num_new = 0
+        self._updates = Updates(self._last_result())
+        self._window_start = self._busy_since = time.monotonic()
+        self._busy_s = 0.0
+        """Decoding time from `_window_start`, where the last training began, to `_busy_since`."""
         self._job: Job | None = None
         self._is_busy = False
         self._busy_lock = threading.Lock()
@@ -134,6 +139,8 @@ class Learner:
     def busy(self, is_busy: bool) -> None:
         """The engine now has requests, or has none left."""
         with self._busy_lock:
+            before, self._busy_since = self._busy_since, time.monotonic()
+            self._busy_s += (self._busy_since - before) * self._is_busy
             self._is_busy = is_busy
             if self._job is not None and not self.config.while_busy:
                 self._job.pause(is_busy)
@@ -168,6 +175,7 @@ class Learner:
                 texts.append(text)
                 if admitted >= self.engine.replaced and text.is_drafted:
                     self._recent.append(counts_of(text, self._depths))
+                    self._updates.add(self._recent[-1])
         if texts:
             self._num_new += self.folder.buffer.add(texts)["train"]
 
@@ -176,13 +184,27 @@ class Learner:
         if self._job is not None and self._job.code is not None:
             if self._job.code:
                 self.folder.log("failed", reason=f"the training ended with {self._job.code}; see {JOB_LOG}")
+            elif (result := self._last_result()) is not None:
+                self._updates.ended(result)
             self._job = None
         is_due = self._num_new >= self.config.every_texts and not self._before and not self.engine.is_degraded
-        if self._job is None and is_due:
+        if self._job is None and is_due and self._pays():
             self._num_new = 0
             with self._busy_lock:
+                self._busy_s, self._window_start = 0.0, self._busy_since
                 self._job = Job(self.folder)
             self.busy(self._is_busy)
+
+    def _pays(self) -> bool:
+        if self.config.horizon_s is None:
+            return True
+        self.busy(self._is_busy)  # count up to now
+        share = self._busy_s / (self._busy_since - self._window_start)
+        return self._updates.payoff(share * self.config.horizon_s).is_due
+
+    def _last_result(self) -> dict[str, Any] | None:
+        versions = self.folder.versions()
+        return self.folder.result(versions[-1]) if versions else None
 
     def _take_version(self) -> None:
         """Serve a version that passed, once there are enough texts to compare it with."""
@@ -246,6 +268,7 @@ class Learner:
                 raise OutriderError(f"the engine did not load version {version} within {SWAP_S:g} s")
             time.sleep(0.001)
         self._recent.clear()
+        self._updates.restart()
 
 
 def _loaded(folder: Folder, version: int, target: Target, threads: int) -> Drafter:
