@@ -47,20 +47,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/pictures"))
     parser.add_argument("--codes", type=int, default=128, help="size of the codebook")
-    parser.add_argument("--steps", type=int, default=600, help="of the target; other stages in proportion")
+    parser.add_argument("--steps", type=int, default=1800, help="of the target; the small model takes half as many")
     options = parser.parse_args()
     target, small = options.out / "target", options.out / "small"
     target.mkdir(parents=True, exist_ok=True)
-    share = options.steps / 600
 
     def autoencoder() -> None:
         model = Autoencoder(options.codes)
-        train_autoencoder(model, round(800 * share))
+        train_autoencoder(model, 800)
         model.save(target)
 
     def network(path: Path, seed: int) -> None:
         model = Recogniser()
-        train_recogniser(model, Autoencoder.load(target), round(900 * share), seed)
+        train_recogniser(model, Autoencoder.load(target), 900, seed)
         save_file(model.state_dict(), path)
 
     def language_model(folder: Path, steps: int, **sizes: int) -> None:
@@ -74,7 +73,7 @@ def main() -> None:
     stage(target / recogniser.WEIGHTS, lambda: network(target / recogniser.WEIGHTS, 1))
     stage(options.out / "examiner.safetensors", lambda: network(options.out / "examiner.safetensors", 2))
     stage(target / "model.safetensors", lambda: language_model(target, options.steps))
-    stage(small / "model.safetensors", lambda: language_model(small, round(300 * share), **SMALL))
+    stage(small / "model.safetensors", lambda: language_model(small, options.steps // 2, **SMALL))
     write_prompts(options.out, Autoencoder.load(target))
     write_png(options.out / "autoencoder.png", before_and_after(Autoencoder.load(target)))
     print(f"{target}, {small} and {options.out / 'autoencoder.png'} are written")

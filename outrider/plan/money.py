@@ -54,8 +54,7 @@ def once(
     reading = 2 * model.active * tokens * passes
     trained = draft.training_flops(model, length, demand.new_tokens) * training.answers * training.epochs
     operations = reading + trained
-    speed = place.devices * place.accelerator.flops["bf16"] * place.efficiency.training
-    hours = writing / 3600, operations / speed / 3600
+    hours = writing / 3600, operations / place.training_flops / 3600
     stored = training.token_bytes * tokens + draft.weight_bytes
     priced = None if prices.device_hour is None else [each * place.devices * prices.device_hour for each in hours]
     storage = None if prices.gb_month is None else stored / 1e9 * MONTHS * prices.gb_month

@@ -93,6 +93,11 @@ class Place(NamedTuple):
         flops = self.accelerator.flops
         return self.devices * flops.get(kind, flops["bf16"]) * self.efficiency.matmuls
 
+    @property
+    def training_flops(self) -> float:
+        """Operations per second that trainings reach."""
+        return self.devices * self.accelerator.flops["bf16"] * self.efficiency.training
+
 
 @functools.cache
 def _table() -> dict[str, Any]:

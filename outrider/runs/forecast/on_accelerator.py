@@ -12,6 +12,7 @@ from outrider.plan.paper import drafts, weights
 from outrider.plan.paper.anatomy import of_sketch
 from outrider.plan.paper.hardware import Place
 from outrider.plan.paper.roofline import pass_of
+from outrider.plan.predict import Memory
 from outrider.runs.file import RunConfig
 from outrider.runs.forecast import cost
 from outrider.runs.forecast.checks import Inputs
@@ -20,8 +21,6 @@ from outrider.targets.sketch import Sketch
 
 MOST_SLOTS = 256
 """Most texts that are answered at a time."""
-RESERVED = 0.1
-"""Share of an accelerator's memory that weights and caches do not get."""
 
 
 class Texts(NamedTuple):
@@ -65,16 +64,15 @@ def work(settings: RunConfig, target: Sketch, place: Place, texts: Texts) -> Wor
     draft = drafts.on_paper(settings.drafter["kind"], target, **settings_of_kind)
     if draft.model is None:
         raise ConfigError(f"{draft.kind} is not trained, so a training takes nothing; leave --hardware out")
-    room = (1 - RESERVED) * place.memory_bytes - model.weight_bytes
-    if room <= 0:
+    slots = min(MOST_SLOTS, Memory(place.memory_bytes, model, {}).slots(texts.prompt + texts.answer))
+    if not slots:
         raise ConfigError(
             f"{target.spec.name} takes {model.weight_bytes / 1e9:.0f} GB and {place.devices} "
             f"{place.accelerator.name} have {place.memory_bytes / 1e9:.0f}; give more --devices"
         )
     passes = passes_of(settings, texts.number)
-    slots = max(1, min(MOST_SLOTS, int(room / max(1.0, model.cache_bytes(texts.prompt + texts.answer)))))
     step = pass_of(model, place, slots, 1, texts.prompt + texts.answer / 2).seconds + place.efficiency.step_s
-    prompts = 2 * model.active * texts.number * texts.prompt / speed(place)
+    prompts = 2 * model.active * texts.number * texts.prompt / place.flops("bf16")
     answering = texts.number * texts.answer * step / slots + prompts
     stored = settings.prepare.stores_states
     times_read = 0 if settings.prepare.features == "text" else 1 if stored else passes
@@ -82,7 +80,7 @@ def work(settings: RunConfig, target: Sketch, place: Place, texts: Texts) -> Wor
     training = draft.training_flops(model, texts.prompt + texts.answer, texts.answer) * texts.number * passes
     each = state_bytes(settings, target, draft.config) if stored else 0.0
     return Work(
-        slots, answering / 3600, reading / speed(place) / 3600, training / training_speed(place) / 3600,
+        slots, answering / 3600, reading / place.flops("bf16") / 3600, training / place.training_flops / 3600,
         model.weight_bytes / place.devices + 16 * draft.model.parameters,
         (cost.ID_BYTES + each) * texts.tokens + 12 * draft.model.parameters,
     )  # fmt: skip
@@ -93,16 +91,6 @@ def passes_of(settings: RunConfig, texts: int) -> float:
     assert settings.train is not None
     per_pass = math.ceil(texts / (settings.train.batch * settings.train.accumulate))
     return settings.train.steps / per_pass if settings.train.steps else float(settings.train.epochs or 0)
-
-
-def speed(place: Place) -> float:
-    """Operations per second of passes over many rows."""
-    return place.flops("bf16")
-
-
-def training_speed(place: Place) -> float:
-    """Operations per second of training."""
-    return place.devices * place.accelerator.flops["bf16"] * place.efficiency.training
 
 
 def state_bytes(settings: RunConfig, target: Sketch, config: object) -> float:
