@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,16 +37,11 @@ from outrider.storage.atomic import replacing, sync
 from outrider.storage.trusted import regular
 from outrider.targets.protocol import Target
 from outrider.targets.quantised import is_of_blocks
-from outrider.weights import defaults, described, is_larger, mistyped, not_finite, rounded, stale_map, weights_of
+from outrider.weights import check_shapes, defaults, not_finite, problems, stale_map, weights_of
 
 VERSION = 1
-MANIFEST, WEIGHTS, TRAINING, NGRAM_HASHES, PROVENANCE = (
-    "outrider.json",
-    "model.safetensors",
-    "training.safetensors",
-    "training.grams",
-    "provenance.json",
-)
+MANIFEST, WEIGHTS, TRAINING = "outrider.json", "model.safetensors", "training.safetensors"
+NGRAM_HASHES, PROVENANCE = "training.grams", "provenance.json"
 MEASURED = ("calibration", "report", "held_out")
 """Manifest keys about finished weights; further training drops them, export and import copy them."""
 SHAPE: Mapping[str, type] = {
@@ -58,9 +53,9 @@ OPTIONAL = ("facts", "training")
 
 
 def save(
-    folder: str | Path, model: DraftModel, training: Mapping[str, Any] | None = None, state: Mapping[str,
-    Tensor] | None = None,
-    files: Mapping[str, Path] | None = None, measured: Mapping[str, Any] | None = None,
+    folder: str | Path, model: DraftModel, training: Mapping[str, Any] | None = None,
+    state: Mapping[str, Tensor] | None = None, files: Mapping[str, Path] | None = None,
+    measured: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Write a checkpoint atomically.  `training` goes into the manifest, `state` into training.safetensors.
 
@@ -329,20 +324,10 @@ def load_weights(folder: str | Path, model: nn.Module) -> None:
         raise CheckpointError(f"{path} can't be read: {error}; copy or train it again") from None
     expected = weights_of(model)
     weights = {name: expected[name] for name in defaults(model)} | weights
-    for problem, names in _problems(weights, expected):
+    for problem, names in problems(weights, expected):
         if names:
             raise CheckpointError(f"{path} {problem} weights: {', '.join(sorted(names)[:4])}; copy or train it again")
     model.load_state_dict(weights, strict=False)  # tied weights have one name only
-
-
-def _problems(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Iterator[tuple[str, Collection[str]]]:
-    """Each possible problem and the names of its weights; later checks assume that earlier ones passed."""
-    yield "lacks", expected.keys() - weights.keys()
-    yield "has unknown", weights.keys() - expected.keys()
-    yield "has wrongly shaped", [name for name in expected if expected[name].shape != weights[name].shape]
-    yield "has 8-bit", rounded(weights)
-    yield "has wrongly typed", mistyped(weights, expected)
-    yield "has non-finite", not_finite({name: weight.to(expected[name].dtype) for name, weight in weights.items()})
 
 
 def has_state(folder: str | Path) -> bool:
@@ -375,7 +360,7 @@ def load_model(folder: str | Path, target: Target) -> DraftModel:
             "folder"
         )
     settings = build(module.Config, {"kind": manifest["kind"], **config_of(manifest, folder, target)}, "drafter")
-    check_shapes(folder, settings, lambda: module.Model(settings, target))
+    check_shapes(whole(folder) / WEIGHTS, settings, lambda: module.Model(settings, target))
     model: DraftModel = module.Model(settings, target)
     check_taps(manifest, model, folder)
     load_weights(folder, model)
@@ -389,28 +374,6 @@ def load_model(folder: str | Path, target: Target) -> DraftModel:
             "float32"
         )
     return model
-
-
-def check_shapes(folder: str | Path, settings: Any, build: Callable[[], nn.Module]) -> None:
-    """Refuse a manifest that does not match the shapes in the weights file, before either is allocated.  A method whose
-    model can't be built on the meta device is checked by `load_weights`."""
-    path = whole(folder) / WEIGHTS
-    try:
-        with safe_open(regular(path), framework="pt") as file:
-            stored = {name: torch.empty(file.get_slice(name).get_shape(), device="meta") for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}; copy or train it again") from None
-    layers = getattr(settings, "layers", 0)
-    if isinstance(layers, int) and layers > max(1, len(stored)):
-        raise CheckpointError(f"{path} has {len(stored)} weights, and the manifest {layers} layers; copy it again")
-    if (expected := described(build)) is None:
-        return
-    if is_larger(expected, stored):
-        raise CheckpointError(f"{path} has fewer weights than the manifest describes; copy it again")
-    if wrong := [name for name in expected.keys() & stored.keys() if expected[name].shape != stored[name].shape]:
-        raise CheckpointError(
-            f"{path} has wrongly shaped weights: {', '.join(sorted(wrong)[:4])}; copy or train it again"
-        )
 
 
 def config_of(manifest: Mapping[str, Any], folder: str | Path, target: Target) -> dict[str, Any]:

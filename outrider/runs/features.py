@@ -17,7 +17,9 @@ from outrider.data.rendering import template_hash
 from outrider.data.texts import CutAnswers
 from outrider.errors import ConfigError
 from outrider.nn.draft_model import DraftModel
+from outrider.runs import reporter as events
 from outrider.runs.file import RunConfig
+from outrider.runs.reporter import Reporter
 from outrider.targets.remote.served import RunTarget, ServedTarget
 from outrider.training.config import Config as TrainConfig
 
@@ -163,3 +165,21 @@ def store(
     shards = cache.planned(texts, prepare.shard_tokens)
     left = len(cache.missing(folder, shards, binding))
     return Store(folder, texts, binding, states, target, prepare.shard_tokens, len(shards), len(shards) - left)
+
+
+def fill(
+    settings: RunConfig, config: TrainConfig, target: RunTarget, model: DraftModel,
+    answers: Sequence[Answer], reporter: Reporter,
+) -> None:  # fmt: skip
+    """Write the features of these answers that the run's cache lacks; nothing if features are live.  config: with a
+    resolved dtype."""
+    missing = store(settings, config, target, model, answers)
+    if missing is None or missing.done == missing.total:
+        return
+    plan = events.Storing(
+        total=missing.total, done=missing.done, tokens=missing.tokens, size_bytes=missing.size_bytes,
+        free_bytes=missing.free_bytes, folder=str(missing.folder),
+    )  # fmt: skip
+    with reporter.working(plan) as update:
+        missing.fill(update)
+    reporter.finished(events.Stored(str(missing.folder), cache.size_of(missing.folder), missing.tokens))

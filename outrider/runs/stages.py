@@ -14,7 +14,6 @@ from outrider.config import located
 from outrider.data.answers import regenerate
 from outrider.data.answers.ledger import Ledger
 from outrider.data.answers.store import Answer, answers_for, hold_out, iterate_answers
-from outrider.data.features import cache
 from outrider.data.overlap.hash_files import named
 from outrider.data.sources import manifest
 from outrider.data.sources.choosing import NOT_CHOSEN
@@ -210,7 +209,7 @@ def prepare(
     if settings.train is not None and settings.prepare.stores_states and trained(settings.drafter["kind"]):
         chosen = inputs.chosen(answers_for(settings.answers, target, target.tokenizer), settings)
         dtyped = processes.same(trainer.with_dtype(settings.train, settings.folder, target.device))
-        store_features(settings, dtyped, target, _model(settings, target), chosen, reporter)
+        run_features.fill(settings, dtyped, target, _model(settings, target), chosen, reporter)
         processes.gather(None)  # wait for all shards
     return prepared
 
@@ -322,7 +321,7 @@ def _fill_features(
     settings: RunConfig, config: TrainConfig, target: RunTarget, model: DraftModel, answers: Sequence[Answer],
     reporter: Reporter, processes: Processes, roles: Roles | None,
 ) -> None:  # fmt: skip
-    """`store_features`, with ConfigErrors for what several processes can't train."""
+    """`features.fill`, with ConfigErrors for what several processes can't train."""
     trainer.check_shared(model, config, processes.count if roles is None else roles.count)
     if processes.count > 1:
         kind = settings.drafter["kind"]
@@ -331,31 +330,13 @@ def _fill_features(
                 f"drafter {kind!r} trains the target itself, which needs a single process; start `outrider train` "
                 "without a launcher"
             )
-    store_features(settings, config, target, model, answers, reporter)
+    run_features.fill(settings, config, target, model, answers, reporter)
     processes.gather(None)  # wait for all shards
 
 
 def _model(settings: RunConfig, target: RunTarget) -> Any:
     """A new draft model for the run."""
     return trained(settings.drafter["kind"])(settings.drafter_config, target).to(target.device)
-
-
-def store_features(
-    settings: RunConfig, config: TrainConfig, target: RunTarget, model: DraftModel,
-    answers: Sequence[Answer], reporter: Reporter,
-) -> None:  # fmt: skip
-    """Write the features of these answers that the run's cache lacks; nothing if features are live.  config: with a
-    resolved dtype."""
-    store = run_features.store(settings, config, target, model, answers)
-    if store is None or store.done == store.total:
-        return
-    plan = events.Storing(
-        total=store.total, done=store.done, tokens=store.tokens, size_bytes=store.size_bytes,
-        free_bytes=store.free_bytes, folder=str(store.folder),
-    )  # fmt: skip
-    with reporter.working(plan) as update:
-        store.fill(update)
-    reporter.finished(events.Stored(str(store.folder), cache.size_of(store.folder), store.tokens))
 
 
 def _steps_done(checkpoint: Path) -> int:

@@ -40,7 +40,8 @@ def test_an_image_serves_without_a_compiler_root_or_writing(image: Path, folder:
     needs to write or to be root."""
     target, prebuilt, key_file = image / "tiny", image / "prebuilt", image / "keys.json"
     shutil.copytree(folder, target)
-    target.chmod(0o755)
+    for path in (target, *target.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
     [build] = re.findall(r"^RUN outrider (.*)$", DOCKERFILE, re.MULTILINE)
     here = {"smollm2": str(target), "/prebuilt": str(prebuilt), "/keys.json": str(key_file), "0.0.0.0": "127.0.0.1"}
     monkeypatch.setenv("OUTRIDER_CACHE", os.environ["OUTRIDER_CACHE"])  # which the command changes

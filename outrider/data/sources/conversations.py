@@ -12,8 +12,9 @@ from typing import Any
 from outrider.data.answers.batch_file import BatchAnswers
 from outrider.data.config import Config, Source
 from outrider.data.sources.duplicates import content_hash
-from outrider.data.sources.messages import Message, Tool, read_row, texts_of
+from outrider.data.sources.messages import Message, Tool, texts_of
 from outrider.data.sources.readers import Row, Skipped, rows
+from outrider.data.sources.rows import read_row
 from outrider.errors import DataError
 
 __all__ = ["Conversation", "Skipped", "at_place", "available", "from_source", "parse", "read", "warn_of_unread"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from outrider.data.sources.messages import with_system
+from outrider.data.sources.rows import with_system
 
 
 @dataclass(frozen=True, slots=True)

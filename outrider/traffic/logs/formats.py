@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from outrider.data.sources.messages import answer_of, answered, decoded, read_row
+from outrider.data.sources.messages import decoded
+from outrider.data.sources.rows import answer_of, answered, read_row
 from outrider.errors import DataError
 from outrider.traffic.logs.calls import Call, checked_body, length_of, seconds_of, synthetic_call
 from outrider.traffic.logs.redaction import unredacted
