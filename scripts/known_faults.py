@@ -22,6 +22,19 @@ def fault(name: str, *edits: tuple[str, str, str]) -> Fault:
 
 
 FAULTS = [
+    # Gemma 4's assistant
+    fault(
+        "q of a centroid head has mass on tokens that it never drafts",
+        (
+            "by_centroids",
+            "logits.new_full((len(states), head.vocab_size), -torch.inf)",
+            "logits.new_full((len(states), head.vocab_size), float(logits.min()) - 1)",
+        ),
+    ),
+    fault(
+        "an assistant whose weights are packed drafts with random ones",
+        ("load_assistant", 'if missing := sorted(loaded["missing_keys"]):', "if missing := []:"),
+    ),
     # when a drafter that learns is updated
     fault(
         "a drafter is updated although that costs more time than it saves",

@@ -23,13 +23,22 @@ def load_assistant(name: str, target: Target) -> Any:
 
     try:
         with keyless_layers(), no_bars():
-            assistant = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, target.spec.dtype))
-    except (OSError, ValueError, KeyError) as error:
+            assistant, loaded = AutoModelForCausalLM.from_pretrained(
+                name, dtype=getattr(torch, target.spec.dtype), output_loading_info=True
+            )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise DrafterError(
             f"can't load assistant {name!r}: {first_line(error)}; give a folder or a Hugging Face id of one"
         ) from error
     if not isinstance(assistant, Gemma4AssistantForCausalLM):
         raise DrafterError(f"{name} is a {type(assistant).__name__}; give a Gemma4AssistantForCausalLM")
+    # transformers only warns, and random weights draft what is never accepted
+    if missing := sorted(loaded["missing_keys"]):
+        unread = f", and has {min(loaded['unexpected_keys'])}" if loaded["unexpected_keys"] else ""
+        raise DrafterError(
+            f"{name} has no {missing[0]}{unread}; its weights and its config.json must be quantised alike, whatever "
+            "the target is: give the folder as released"
+        )
     model: Any = assistant
     return model.to(target.device).eval().requires_grad_(False)
 
