@@ -388,6 +388,14 @@ FAULTS = [
         "a relay hands over one token late", ("Segments.after", "since >= self.min_tokens", "since > self.min_tokens")
     ),
     fault(
+        "the target takes the final answer back after its first sentence",
+        ("Segments.after", "if self.is_answer or (self.answer and", "if not self.is_answer and (self.answer and"),
+    ),
+    fault(
+        "a word inside a sentence is a candidate for a cue",
+        ("OPENING", r"(?:^|[.!?]\s+|\n\s*)", ""),
+    ),
+    fault(
         "the target adds a token of its own to a relayed segment",
         ("Relay.__call__", "return ending_in_draft(draft, accepted, is_whole)", "return accepted"),
     ),

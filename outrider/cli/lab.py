@@ -50,7 +50,9 @@ def lab_cues(
     out: Out,
     small_model: Annotated[str, typer.Option(metavar="MODEL", help="Language model that writes after a cue word.")],
     target: TargetName = "demo",
-    words: Annotated[str | None, typer.Option(help="Words to rank, such as So,Then,Therefore.")] = None,
+    words: Annotated[
+        str | None, typer.Option(help="Words to rank, such as So,Then; default: those that begin sentences.")
+    ] = None,
     calls: Annotated[int, typer.Option(help="Prompts to answer.")] = 32,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
     json_to: JsonTo = None,

@@ -45,6 +45,11 @@ class Piece(NamedTuple):
         whole, most = self.before + self.added, len(self.before)
         return bool(self.added) and any(match.end() > most for match in BLANK_LINE.finditer(whole))
 
+    def contains_end(self, text: str) -> bool:
+        """Whether this token has the last character of an occurrence of a text."""
+        at = (self.before + self.added).rfind(text)
+        return at >= 0 and at + len(text) > len(self.before)
+
     def completes(self, words: Sequence[str]) -> str | None:
         """The longest of these words that this token completes, or None.  White space may follow the word; a letter or
         digit may not precede it."""

@@ -56,6 +56,19 @@ def test_the_writers_change_exactly_where_they_should(limit: int, min_tokens: in
         assert relayed.figures["prefills"] == 2
 
 
+@pytest.mark.parametrize("limit", [1, 3])
+def test_the_small_model_writes_the_final_answer(limit: int) -> None:
+    """Catches an answer that ends with its first sentence, one that begins a token late or with a token of the
+    target's, and an end of reasoning inside a segment of the small model's that is missed.  By hand."""
+    judge = LossyJudge(Relay([], answer="c So"))
+    (text,), (switches,) = run(judge, Follows(SMALL, limit), 12)
+    assert text[:11] == [B, C, SO, THEN, END, B, THEN, END, B, THEN, END]  # there is no room for a draft at the end
+    assert switches == ((3, True),)
+    (text,), (switches,) = run(LossyJudge(Relay(["So"], 3, answer="then")), Follows(SMALL, limit), 12)
+    assert text[:11] == [B, C, SO, THEN, END, B, THEN, END, B, THEN, END]
+    assert switches == ((3, True),)
+
+
 def test_texts_do_not_depend_on_who_shares_the_batch_or_when_is_drafted() -> None:
     """Catches the state of another slot, and of the text before in a slot that is used again."""
     prompts = [[A], [C], [B, END], [THEN], [SO]]
@@ -135,6 +148,7 @@ def test_cues_come_from_a_table_or_a_list(tmp_path, target, prompts) -> None:
     path.write_text(json.dumps({"kind": "relay", "selected": ["So", "Then"]}))
     assert relay(path).cues == relay(["So", " Then "]).cues == ("So", "Then")
     assert relay(str(path), 3).name == f"relay(cues={path}, min_tokens=3)"
+    assert relay(path, answer="</think>").name == f"relay(cues={path}, min_tokens=5, answer=</think>)"
     for wrong in ("[1]", "{}", '{"selected": [1]}', "So", '{"selected": "So"}'):
         path.write_text(wrong)
         with pytest.raises(ConfigError, match="outrider lab cues"):
@@ -168,6 +182,14 @@ def test_a_cue_is_a_whole_word_that_this_token_completes() -> None:
         ("", "So", "So"), ("a (", "So", "So"), ("a.", " So ", "So"), ("a. S", "o", "So"), ("Also", " So", "So"),
     ):  # fmt: skip
         assert Piece(before, added).completes(["So", "So,"]) == found, (before, added)
+
+
+def test_a_text_is_contained_once_at_the_token_that_ends_it() -> None:
+    """Catches an end that is seen again at the next token, and one that the token goes on after."""
+    for before, added, found in (
+        ("a </th", "ink>", True), ("a", " </think> b", True), ("a </think>", " b", False), ("a </th", "in", False),
+    ):  # fmt: skip
+        assert Piece(before, added).contains_end("</think>") is found
 
 
 def test_pieces_join_to_the_text() -> None:

@@ -10,7 +10,7 @@ import torch
 from outrider.errors import ConfigError, DataError
 from outrider.lab.judges.relay import relay
 from outrider.policies.sentences import Piece
-from outrider.training.fitting.cues import Trace, calibrate, margins, ranked
+from outrider.training.fitting.cues import Trace, calibrate, margins, openings, ranked
 
 
 def trace(seed: int, sure: str, words=("So", "But", "Now", "Then")) -> Trace:
@@ -35,6 +35,16 @@ def test_the_planted_cue_is_the_only_one_that_is_selected(sure: str) -> None:
     assert table.cues[0].mean == pytest.approx(0.9, abs=0.05)
     assert table.cues[0].difference == pytest.approx(0.5, abs=0.05)
     assert table.tokens == 5 * 20 * 7
+
+
+def test_candidates_are_the_words_that_begin_the_answers_sentences() -> None:
+    """Catches a word inside a sentence, a number of a list, and one that is too rare to rank."""
+    words = ["So", " it", " is.", " Then", " so", " be", "\n", "So", " on.", " 1", ".", " So", "!", " Next", " one"]
+    pieces = [Piece("".join(words[:at]), word) for at, word in enumerate(words)]
+    assert openings([Trace(pieces, [])], 2) == ["So"]
+    assert openings([Trace(pieces, [])], 1) == ["So", "Then", "Next"]
+    table = ranked([trace(seed, "But") for seed in range(5)])  # its sentences begin with cues alone
+    assert table.selected == ("But",) and len(table.cues) == 4
 
 
 def test_figures_of_a_cue_are_those_of_its_sentences() -> None:

@@ -4,13 +4,14 @@ rest.  LOSSY.
 RelayGen (arXiv 2602.06454): after some words of a chain of reasoning ("So", "Therefore") a small model is confident.
 These words are calibrated on the target's own answers: `training.fitting` averages the small model's margins p1 - p2
 from each cue to the end of its sentence, and selects cues with a mean above that of all other tokens.  The target hands
-over at a cue, but at least `min_tokens` tokens after it took over, so that it cannot loop on one.
+over at a cue, but at least `min_tokens` tokens after it took over, so that it cannot loop on one.  After `answer`, the
+text that ends the reasoning, such as `</think>`, the small model generates the rest.
 
 Here the hand-over is an acceptance rule with a state per text: drafts within a relayed segment are accepted without a
 test, and the target adds no token.  It still reads every token into its cache, so the verified pass is then a prefill
 as long as the draft.  Outside of segments the acceptance rule decides, so drafts are exact there.
 
-Differs from the paper: the small model does not generate the final answer.
+Differs from the paper: hand-overs are decided token by token, not by an engine's stop strings.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -41,7 +42,7 @@ from outrider.lab.take_over import (
 from outrider.policies.lossy import LossyRule, Verified
 from outrider.policies.sentences import WINDOW, Piece, decode_of, piece
 
-SETTINGS = {"cues": str, "min_tokens": int}
+SETTINGS = {"cues": str, "min_tokens": int, "answer": str}
 REQUIRED = "cues"
 
 MIN_TOKENS = 5
@@ -54,8 +55,12 @@ class Segments:
 
     cues: tuple[str, ...]
     min_tokens: int
+    answer: str = ""
+    """What the small model's final answer follows; none if empty."""
     is_relayed: bool = False
     """The small model generates the next token."""
+    is_answer: bool = False
+    """It does so to the end of the text."""
     since: int = 0
     """Tokens that the target has generated since it took over."""
     written: int = 0
@@ -71,6 +76,11 @@ class Segments:
     def after(self, token: Piece) -> Segments:
         """The state after one token more."""
         written, since = self.written + 1, self.since + (not self.is_relayed)
+        if self.is_answer or (self.answer and token.contains_end(self.answer)):
+            begun = () if self.is_relayed else ((written, True),)
+            return replace(
+                self, written=written, since=since, is_relayed=True, is_answer=True, switches=(*self.switches, *begun)
+            )
         if self.is_relayed:
             is_switch = token.ends_sentence
         else:
@@ -84,14 +94,17 @@ class Segments:
 class Relay(LossyRule):
     """Accepts drafts within relayed segments as they are, and those outside by the acceptance rule."""
 
-    def __init__(self, cues: Sequence[str], min_tokens: int = MIN_TOKENS, name: str | None = None):
+    def __init__(
+        self, cues: Sequence[str], min_tokens: int = MIN_TOKENS, answer: str = "", name: str | None = None
+    ):  # fmt: skip
         """Raises ConfigError for a cue without a letter, and for min_tokens below 1."""
         if min_tokens < 1:
             raise ConfigError(f"relay: min_tokens must be at least 1, got {min_tokens}")
         self.cues, self.min_tokens = tuple(cue.strip() for cue in cues), min_tokens
         if not all(self.cues):
             raise ConfigError(f"relay: a cue must be a word, got {[*cues]}; leave the empty ones out")
-        self.name = name or f"relay({len(self.cues)} cues, min_tokens={min_tokens})"
+        self.answer = answer
+        self.name = name or f"relay({len(self.cues)} cues, min_tokens={min_tokens}{_shown(answer)})"
         self.texts: dict[int, Segments] = {}
         """By slot."""
         self.tokens = self.relayed_tokens = self.segments = self.prefills = 0
@@ -104,7 +117,7 @@ class Relay(LossyRule):
         self._decode = decode_of(target, "relay")
 
     def admit(self, row: int, request: Request) -> None:
-        self.texts[row] = Segments(self.cues, self.min_tokens)
+        self.texts[row] = Segments(self.cues, self.min_tokens, self.answer)
 
     def free(self, row: int) -> None:
         self.texts.pop(row, None)
@@ -164,14 +177,20 @@ class Relay(LossyRule):
         return {"relayed_share": share, "segments": self.segments, "prefills": self.prefills}
 
 
-def relay(cues: str | Path | Sequence[str], min_tokens: int = MIN_TOKENS) -> Relay:
-    """The rule with these cue words, or with the selected ones of a table that `outrider lab cues` wrote.
+def _shown(answer: str) -> str:
+    return f", answer={answer}" if answer else ""
+
+
+def relay(cues: str | Path | Sequence[str], min_tokens: int = MIN_TOKENS, answer: str = "") -> Relay:
+    """The rule with these cue words, or with the selected ones of a table that `outrider lab cues` wrote.  The small
+    model also writes what follows the text `answer`.
 
     Raises ConfigError for a file that is not such a table.
     """
     if not isinstance(cues, str | Path):
-        return Relay(cues, min_tokens)
-    return Relay(selected(cues), min_tokens, f"relay(cues={cues}, min_tokens={min_tokens})")
+        return Relay(cues, min_tokens, answer)
+    name = f"relay(cues={cues}, min_tokens={min_tokens}{_shown(answer)})"
+    return Relay(selected(cues), min_tokens, answer, name)
 
 
 def selected(path: str | Path) -> list[str]:

@@ -3,8 +3,8 @@
 RelayGen (arXiv 2602.06454).  The small model reads the target's own answers.  Its margin at a token is p1 - p2, the
 difference between the probabilities of its two most likely tokens.  Margins from the token after a cue word to the end
 of the sentence are pooled.  Cues are ranked by mean margin; a cue is selected if its mean is above that of all other
-tokens.  The selection rule is ours: the paper's code prints means, deviations and differences, and its word lists are
-written by hand.
+tokens.  Candidates are the words that begin the answers' sentences.  They and the selection rule are ours: the paper's
+code prints means, deviations and differences, and its word lists are written by hand.
 
 S tokens of a text, V vocabulary.
 """
@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,11 +29,8 @@ from outrider.generation import generate
 from outrider.policies.sentences import Piece, decode_of, pieces
 from outrider.targets.protocol import Target
 
-WORDS = (
-    "So", "Therefore", "Thus", "Hence", "Then", "Now", "Next", "First", "Second", "Finally", "Also", "But", "However",
-    "Wait", "Since", "Because", "If", "Let", "Similarly", "Again", "Note", "Maybe", "Alternatively", "Actually",
-)  # fmt: skip
-"""Default candidate words, each also tried in lower case."""
+OPENING = re.compile(r"(?:^|[.!?]\s+|\n\s*)(\w+)")
+"""The first word of a sentence or line."""
 MIN_COUNT = 3
 """Minimum number of occurrences of a selected cue."""
 
@@ -79,7 +78,8 @@ class Table:
 
 def ranked(traces: Iterable[Trace], words: Sequence[str] | None = None, min_count: int = MIN_COUNT) -> Table:
     """Rank words by the margins after them.  Raises DataError if the traces hold no tokens."""
-    words = [*WORDS, *(word.lower() for word in WORDS)] if words is None else list(words)
+    traces = list(traces)
+    words = openings(traces, min_count) if words is None else list(words)
     pooled: dict[str, list[float]] = {word: [] for word in words}
     counts = dict.fromkeys(words, 0)
     every: list[float] = []
@@ -96,6 +96,13 @@ def ranked(traces: Iterable[Trace], words: Sequence[str] | None = None, min_coun
     cues.sort(key=lambda cue: (-cue.mean, cue.word))
     selected = tuple(cue.word for cue in cues if cue.difference > 0 and cue.count >= min_count)
     return Table(tuple(cues), selected, statistics.fmean(every), len(every))
+
+
+def openings(traces: Sequence[Trace], min_count: int) -> list[str]:
+    """Words that begin so many sentences of the traces, the most frequent first."""
+    texts = ("".join(piece.added for piece in trace.pieces) for trace in traces)
+    counts = Counter(word for text in texts for word in OPENING.findall(text) if not word.isdigit())
+    return [word for word, count in counts.most_common() if count >= min_count]
 
 
 def _sentence(trace: Trace, start: int) -> list[float]:
