@@ -374,7 +374,11 @@ FAULTS = [
     ),
     fault(
         "what changes with swapped words is preferred",
-        ("Counterfactual._scores", "scores - self.beta * divergences", "scores + self.beta * divergences"),
+        ("Counterfactual._scores", "log_p - self.beta * divergences", "log_p + self.beta * divergences"),
+    ),
+    fault(
+        "AMBEDKAR's rule takes the likeliest candidate, whatever changes with swapped words",
+        ("Counterfactual._scores", "else TINY * log_p - divergences", "else log_p - TINY * divergences"),
     ),
     fault(
         "the reported distance of a lossy rule counts tokens after the end of the text",

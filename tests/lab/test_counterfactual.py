@@ -58,12 +58,11 @@ GROUP, OTHER, NEUTRAL, CHARGED = 3, 4, 1, 2
 
 
 def toy(is_biased: bool) -> TableTarget:
-    """After a group's word `charged` is likelier than `neutral`; what follows it depends on the group, if biased."""
+    """`charged` is likelier than `neutral`; if biased, after one group's word alone."""
     table = torch.zeros(6, 6, 6, dtype=torch.float64)
     table[:, :, CHARGED], table[:, :, NEUTRAL] = 2.0, 1.5
     if is_biased:
-        table[GROUP, CHARGED] = torch.tensor([9.0, 0, 0, 0, 0, 0])
-        table[OTHER, CHARGED] = torch.tensor([0, 0, 0, 0, 0, 9.0])
+        table[:, OTHER, CHARGED] = -3.0
     return TableTarget(table)
 
 
@@ -84,14 +83,18 @@ def test_a_biased_model_changes_its_choice_by_beta() -> None:
     assert (token, judge.figures["passes_of_its_own"]) == (CHARGED, 1)
     assert judge.figures["divergence"] == pytest.approx(0.0, abs=1e-12)
     table = toy(True)
-    divergence = float(jensen_shannon(table.table[GROUP, CHARGED], table.table[OTHER, CHARGED]))
-    assert divergence > 0.5
+    one, other = (table.table[5, word].log_softmax(-1) for word in (GROUP, OTHER))
+    parts = jensen_shannon(one, other)
+    divergence = float(parts[CHARGED] - parts[NEUTRAL])
+    assert divergence > 0.05
     switches_at = 0.5 / divergence  # the difference of the two log probabilities is 2.0 - 1.5
     assert first_token(table, 0.99 * switches_at)[0] == CHARGED
     token, judge = first_token(table, 1.01 * switches_at)
     assert token == NEUTRAL
     assert judge.figures["changed_share"] == 1.0
     assert first_token(table, 1.01 * switches_at, delta=1.0)[0] == CHARGED
+    assert first_token(table, math.inf)[0] == NEUTRAL  # as the paper's code
+    assert first_token(toy(False), math.inf)[0] == CHARGED  # nothing changes: the likeliest
 
 
 def test_the_divergence_is_jensen_and_shannons() -> None:
@@ -99,9 +102,10 @@ def test_the_divergence_is_jensen_and_shannons() -> None:
     a, b = torch.tensor([0.5, 0.5, 0.0]).double(), torch.tensor([0.1, 0.0, 0.9]).double()
     mean = (a + b) / 2
     by_hand = sum(float(torch.special.xlogy(one, one / mean).sum()) for one in (a, b)) / 2
-    assert float(jensen_shannon(a.log(), b.log())) == pytest.approx(by_hand)
-    assert float(jensen_shannon(torch.tensor([50.0, 0.0]), torch.tensor([0.0, 50.0]))) == pytest.approx(math.log(2))
-    assert float(jensen_shannon(a.log(), a.log())) == pytest.approx(0.0, abs=1e-12)
+    assert float(jensen_shannon(a.log(), b.log()).sum()) == pytest.approx(by_hand)
+    sure = torch.tensor([1.0, 0.0]).double()
+    assert jensen_shannon(sure.log(), sure.flip(0).log()).tolist() == pytest.approx([math.log(2) / 2] * 2)
+    assert float(jensen_shannon(a.log(), a.log()).sum()) == pytest.approx(0.0, abs=1e-12)
 
 
 TABLES = [{(1,): (2,)}, {(1, 2): (3,), (1,): (4, 4)}, {(1, 2, 3): (1,), (2, 3): (5, 1, 5)}, {(1, 1): (2,)}]
@@ -231,7 +235,7 @@ def test_words_come_from_a_file_or_a_mapping(tmp_path, target, prompts) -> None:
             counterfactual(path)
     with pytest.raises(ConfigError, match="can't be read"):
         counterfactual(tmp_path / "none.json")
-    for wrong in ({"beta": -1.0}, {"beta": math.inf}, {"delta": -0.1}, {"beta": math.nan}):
+    for wrong in ({"beta": -1.0}, {"delta": -0.1}, {"beta": math.nan}):
         with pytest.raises(ConfigError, match="at least 0"):
             counterfactual({}, **wrong)
     with pytest.raises(ConfigError, match="has no tokenizer"):

@@ -55,10 +55,10 @@ def files(tmp_path, monkeypatch):
 
 
 ASKED = [
-    "typical(epsilon=0.2, delta=0.5)", "relaxed(k=3)", "relay(cues=cues.json, min_tokens=3)",
+    "typical(epsilon=0.2, delta=0.5)", "relaxed(k=3)", "relay(cues=cues.json, min_tokens=3, answer=</think>)",
     "scorer(tau=-1.5, aggregate=min, block=4, force_reject_first=0)",
     "scorer(tau=-inf, aggregate=mean, block=sentence, force_reject_first=1)",
-    "counterfactual(swap=swap.json, beta=0.5, delta=0.1)",
+    "counterfactual(swap=swap.json, beta=inf, delta=0.1)",
     "counterfactual(swap=swap.json, beta=2, delta=0, preamble=Be fair, be brief.)",
 ]  # fmt: skip
 

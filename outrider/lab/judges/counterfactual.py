@@ -1,16 +1,20 @@
-"""The counterfactual rule: accept the drafter's candidate that the target finds likely and whose effect changes least
-if words of the text are swapped.  LOSSY.
+"""The counterfactual rule: accept the drafter's candidate whose probability changes least if words of the text are
+swapped.  LOSSY.
 
 In AMBEDKAR (arXiv 2509.02133) a large model chooses among a small model's candidates, given a text and its
-counterfactual, in which words that name a group are swapped.  The formula is our interpretation:
+counterfactual, in which words that name a group are swapped.  With p and p' a candidate's probabilities there,
 
-    score(c) = log p(c | text) - beta JS(p(. | text, c), p(. | swapped text, c))
+    score(c) = log p - beta JS,   JS = (p log(p / m) + p' log(p' / m)) / 2,   m = (p + p') / 2
 
-in nats, at temperature 1.  The candidates are a node's drafted children, so a `small_model` of width k gives its k
-likeliest tokens.  The first child is accepted if its score is at least the best one minus delta; else the best is
-accepted, and the walk continues there.  With beta 0 and without a preamble this is the target's greedy choice among the
-candidates.  The user gives the words to swap in a file, and optionally a preamble before both texts, such as rules of
-conduct.
+in nats, at temperature 1: JS is the candidate's part of the divergence of the two distributions.  The paper's code
+takes the least JS of five candidates, which is beta = inf, the default; of equal ones the likeliest.  The candidates
+are a node's drafted children, so a `small_model` of width k gives its k likeliest tokens.  The first child is accepted
+if its score is at least the best one minus delta; else the best is accepted, and the walk continues there.  With beta 0
+and without a preamble this is the target's greedy choice among the candidates.  The user gives the words to swap in a
+file, and optionally a preamble before both texts, such as rules of conduct.
+
+Differs from the paper: the large model is not trained on a constitution, but can be given one as the preamble.  Beta
+below inf, delta and drafts of several tokens are ours.
 
 The target reads the swapped text in the rule's own cache: one more row in every pass, two with a preamble.
 
@@ -41,6 +45,9 @@ from outrider.sampling.fast import outside
 SETTINGS = {"swap": str, "beta": float, "delta": float, "preamble": str}
 REQUIRED = "swap"
 
+TINY = 1e-15
+"""Weight of a log probability that only decides between equal divergences."""
+
 Words = Mapping[str, str] | Mapping[tuple[int, ...], Sequence[int]]
 
 
@@ -48,12 +55,12 @@ class Counterfactual(LossyRule):
     """Chooses among the children of each node by their scores; draws only if there are none."""
 
     def __init__(
-        self, swap: Words, beta: float = 1.0, delta: float = 0.0, preamble: str | Sequence[int] = "",
+        self, swap: Words, beta: float = math.inf, delta: float = 0.0, preamble: str | Sequence[int] = "",
         name: str | None = None,
     ):  # fmt: skip
         """swap: words, or sequences of token ids, to their replacements.  Raises ConfigError for numbers out of
         range."""
-        if not (beta >= 0 and math.isfinite(beta) and delta >= 0):
+        if not (beta >= 0 and delta >= 0):
             raise ConfigError(f"counterfactual: beta and delta must be at least 0, got {beta} and {delta}")
         self.words, self.beta, self.delta, self.preamble = swap, beta, delta, preamble
         shown = f", preamble of {len(preamble)}" if preamble else ""
@@ -101,12 +108,15 @@ class Counterfactual(LossyRule):
             return [[] for _ in rows], [[] for _ in rows]
         plain_logits = logits if self._plain is None else self._plain.read(rows, texts, draft)
         allowed = torch.tensor(possible(draft, logits), device=plain_logits.device)
-        scores = torch.where(allowed, log_probs(plain_logits)[own_rows(draft, plain_logits.shape[-1])[1]], -torch.inf)
-        divergences = torch.zeros_like(scores)
+        candidates = own_rows(draft, plain_logits.shape[-1])[1]
+        log_p = log_probs(plain_logits)[candidates].double()
+        divergences = torch.zeros_like(log_p)
         if self._swapped is not None:
-            divergences = jensen_shannon(plain_logits[:, 1:], self._swapped.read(rows, texts, draft)[:, 1:])
+            divergences = jensen_shannon(log_p, log_probs(self._swapped.read(rows, texts, draft))[candidates].double())
         self.passes += len(rows) * ((self._plain is not None) + (self._swapped is not None))
-        return (scores - self.beta * divergences).tolist(), divergences.tolist()
+        # beta = inf: the divergence alone, and what is left of log p decides between equal ones
+        scores = log_p - self.beta * divergences if self.beta < math.inf else TINY * log_p - divergences
+        return scores.where(allowed, -torch.inf).tolist(), divergences.tolist()
 
     def _walk(self, draft: Draft, b: int, scores: Sequence[float]) -> tuple[list[int], bool]:
         """The chosen nodes of slot b, and whether they go down to a leaf."""
@@ -138,16 +148,15 @@ class Counterfactual(LossyRule):
         return {**figures, "passes_of_its_own": self.passes}
 
 
-def jensen_shannon(a: Tensor, b: Tensor) -> Tensor:
-    """Divergence of the distributions of two logits [..., V], in nats: [...] in [0, log 2]."""
-    p, q = log_probs(a).exp(), log_probs(b).exp()
+def jensen_shannon(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Each outcome's part of the divergence of two distributions, in nats; they sum to the divergence."""
+    p, q = log_p.exp(), log_q.exp()
     mean = (p + q) / 2
-    terms = torch.xlogy(p, p) + torch.xlogy(q, q) - 2 * torch.xlogy(mean, mean)
-    return (terms.sum(-1) / 2).clamp(min=0)
+    return ((torch.xlogy(p, p) + torch.xlogy(q, q)) / 2 - torch.xlogy(mean, mean)).clamp(min=0)
 
 
 def counterfactual(
-    swap: str | Path | Words, beta: float = 1.0, delta: float = 0.0, preamble: str | Sequence[int] = ""
+    swap: str | Path | Words, beta: float = math.inf, delta: float = 0.0, preamble: str | Sequence[int] = ""
 ) -> Counterfactual:
     """The rule with these words, or with those of a JSON file {word: word}.
 
