@@ -283,7 +283,7 @@ def ratio_of(one: np.ndarray, other: np.ndarray) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=24, help="held-out prompts of each kind; clips have a quarter")
+    parser.add_argument("--prompts", type=int, default=96, help="held-out prompts of each kind; clips have a quarter")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "pictures.json")
     options = parser.parse_args()
     target = load_target(FOLDER, compile=False)
