@@ -668,8 +668,24 @@ FAULTS = [
         ("TextStream.write", "if token in self._ends:", "if False:"),
     ),
     fault(
-        "a patch's latent is there a byte before the patch ends",
-        ("Known.ends", "words, run % size == 0", "words, run % size == size - 1"),
+        "a patch reads the bytes of the patch before it too",
+        ("Known.of_patch", "(self.positions[:, None] < positions[..., None])", "(self.positions[:, None] < 0)"),
+    ),
+    fault(
+        "a patch ends where the patcher is certain of the next byte",
+        ("Patcher.ends", "cache)) > self.threshold", "cache)) < self.threshold"),
+    ),
+    fault(
+        "a byte before the first end of a patch reads latents that it may not see",
+        ("Across.forward", "transpose(1, 2).flatten(2)) * is_any", "transpose(1, 2).flatten(2))"),
+    ),
+    fault(
+        "deer's copy of a Llama's layers has norms of queries that they lack",
+        (
+            "Model",
+            "nn.ModuleList(ContextLayer(hidden, self.shape, qk_norm)",
+            "nn.ModuleList(ContextLayer(hidden, self.shape)",
+        ),
     ),
     fault(
         "a rejected token's key stays in the target's cache",

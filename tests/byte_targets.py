@@ -10,32 +10,40 @@ import torch
 from conftest import scaled
 from contracts.chances import TOKENS
 
-from outrider.lab.targets.byte_model import ByteConfig, ByteModel
+from outrider.lab.targets.byte_model import ByteConfig, ByteModel, entropies
 from outrider.sampling.distribution import Settings, distribution
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "window_size": 24,
-    "local_encoder_layers": 1, "local_decoder_layers": 1, "patch_size": 4, "global_layers": 2,
+    "local_encoder_layers": 1, "local_decoder_layers": 1, "global_layers": 2,
     "global_hidden_size": 48, "global_intermediate_size": 64, "global_attention_heads": 3,
+    "patcher_hidden_size": 16, "patcher_intermediate_size": 32, "patcher_attention_heads": 2,
     "max_position_embeddings": 256, "initializer_range": 0.1,
 }  # fmt: skip
 
 
-def byte_model(seed: int = 0, by: float = 2.0, **overrides: object) -> ByteModel:
-    """A random one whose greedy text does not collapse at once.  Equal seed and sizes, equal weights."""
+def byte_model(seed: int = 0, by: float = 2.0, patch: float = 3.0, **overrides: object) -> ByteModel:
+    """A random one whose greedy text does not collapse at once.  Equal seed and sizes, equal weights.
+
+    patch: bytes of a patch, on average over random text."""
     torch.manual_seed(seed)
-    return scaled(ByteModel(ByteConfig(**(SIZES | overrides))).double().eval(), by)
+    model = scaled(ByteModel(ByteConfig(**(SIZES | overrides))).double().eval(), by)
+    ids = torch.randint(model.config.vocab_size, (1, 200), generator=torch.Generator().manual_seed(seed))
+    causal = torch.ones(1, 200, 200, dtype=torch.bool).tril()
+    patcher = model.model.patcher
+    found = entropies(patcher(ids, causal, torch.arange(200)[None])).quantile(1 - 1 / patch)
+    patcher.threshold = model.config.entropy_threshold = float(found.detach())
+    return model
 
 
-def ends_of(text: list[int], size: int) -> list[bool]:
+def ends_of(model: ByteModel, text: list[int]) -> list[bool]:
     """Which bytes of a text end a patch, told byte by byte."""
-    found, run, before = [], 0, None
-    for byte in text:
-        is_word = chr(byte).isalnum() or byte == ord("_") if byte < 128 else byte < 256
-        run = run + 1 if is_word == before else 1
-        found.append(run % size == 0 if is_word else run % size == 1 % size)
-        before = is_word
-    return found
+    patcher, found = model.model.patcher, []
+    for count in range(1, len(text) + 1):
+        at = torch.arange(count)
+        mask = (at <= at[:, None]) & (at > at[:, None] - model.config.window_size)
+        found.append(float(entropies(patcher(torch.tensor([text[:count]]), mask[None], at[None]))[0, -1]))
+    return [entropy > model.config.entropy_threshold for entropy in found]
 
 
 @contextmanager

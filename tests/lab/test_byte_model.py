@@ -25,26 +25,41 @@ def own():
     return load_target(byte_model(vocab_size=258))
 
 
-def known(text: bytes) -> tuple[Known, torch.Tensor, torch.Tensor]:
-    """A text's rows, where each attends to those up to itself."""
-    ids, positions = torch.tensor([list(text)]), torch.arange(len(text))[None]
-    words, causal = byte_patches.of_words(ids), torch.ones(1, len(text), len(text), dtype=torch.bool).tril()
-    return Known(causal, positions, words), positions, words
+def test_patches_end_where_the_next_byte_is_uncertain(own):
+    """Catches an entropy of another byte's prediction, and ends that depend on how a text is read."""
+    text, model, seen = list(TEXT), own.model, []
+    hook = model.model.global_model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
+    model(torch.tensor([text]), use_cache=False)
+    cache = None
+    for part in (text[:7], text[7:30], *([byte] for byte in text[30:])):
+        cache = model(torch.tensor([part]), cache=cache)[bytes_and_patches.CACHE]
+    hook.remove()
+    wanted = ends_of(model, text)
+    assert seen[0][0].tolist() == torch.cat(seen[1:], 1)[0].tolist() == wanted and 20 < sum(wanted) < 50
 
 
-def test_patches_end_as_told_byte_by_byte():
-    """Catches a run that is counted from the wrong byte, and kinds that are mixed up."""
-    rows, positions, words = known(TEXT)
-    for size in (1, 3, 8):
-        assert rows.ends(positions, words, size)[0].tolist() == ends_of(list(TEXT), size)
+def test_a_patch_reads_its_own_bytes_and_a_byte_all_patches_before_it():
+    """Catches a patch that reads into the one before, and a byte that attends to a patch before it has ended."""
+    ended = torch.tensor([[False, True, False, False, True, False]])
+    causal = torch.ones(1, 6, 6, dtype=torch.bool).tril()
+    of_patch = Known(causal, torch.arange(6)[None]).of_patch(torch.arange(6)[None], ended)[0]
+    assert [row.nonzero().flatten().tolist() for row in of_patch] == [[0], [0, 1], [2], [2, 3], [2, 3, 4], [5]]
 
 
-def test_notes_say_positions_and_kinds_exactly():
+def test_a_byte_that_may_see_no_latent_reads_none(own):
+    """Catches what an earlier text left in a slot, read by a byte before the first patch has ended."""
+    across, positions = own.model.model.to_patches[0], torch.arange(3)[None]
+    states, latents = torch.randn(1, 3, 32).double(), torch.randn(1, 3, 48).double()
+    mask = torch.tensor([[[False, False, False], [True, False, False], [True, False, True]]])
+    found = across(states, latents, mask, positions, lambda keys, values: (keys, values))
+    assert torch.equal(found[0, 0], states[0, 0]) and not torch.equal(found[0, 1], states[0, 1])
+
+
+def test_notes_say_positions_exactly():
     """Catches positions that bfloat16 rounds."""
     positions = torch.tensor([[0, 1, 127, 128, 255, 257, 1001, 2047, 32_000, 32_767]])
-    words = torch.arange(10)[None] % 3 == 0
-    found = Known.of(torch.ones(1, 1, 1, dtype=torch.bool), byte_patches.notes_of(positions, words, torch.bfloat16))
-    assert torch.equal(found.positions, positions) and torch.equal(found.words, words)
+    found = Known.of(torch.ones(1, 1, 1, dtype=torch.bool), byte_patches.notes_of(positions, torch.bfloat16))
+    assert torch.equal(found.positions, positions)
 
 
 def test_no_byte_sees_a_later_one(own):
@@ -72,7 +87,7 @@ def test_held_rows_end_no_patch_and_change_nothing_that_stays(own):
     hook.remove()
     assert not runs and cache.lengths == [30]
     whole = own.model(torch.tensor([text[:50]]), use_cache=False).logits[0]
-    first = next(n for n in range(30, 50) if ends_of(text, 4)[n])
+    first = next(n for n in range(30, 50) if ends_of(own.model, text[:50])[n])
     # up to the end of the anchor's patch nothing is stale
     torch.testing.assert_close(drafted[0, : first - 30], whole[30:first], rtol=0, atol=1e-10)
     assert float((drafted[0, first - 30 :] - whole[first:]).abs().max()) > 1e-4

@@ -80,7 +80,7 @@ def test_it_trains_under_autocast(own):
 def test_a_trained_target_keeps_its_own_distribution():
     """Catches a q that depends on what was drawn.  False alarm 1e-6; a vocabulary of 5, every triple counted."""
     sampling = {"temperature": 0.7, "top_k": 3}
-    small = load_target(byte_model(vocab_size=5, patch_size=2))
+    small = load_target(byte_model(vocab_size=5, patch=2.0))
     model = made(small, patch_diffusion.Config(block=3, mask_token=4, anchors=16, steps=2))
     texts = torch.randint(5, (8, 24), generator=torch.Generator().manual_seed(4))
     train(model, batch_of(small, (), texts), 15, lr=2e-3)

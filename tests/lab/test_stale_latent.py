@@ -22,7 +22,7 @@ def test_bytes_up_to_the_end_of_the_patch_are_always_accepted(own, prompts):
     for prompt in prompts[:4]:
         [found] = generate(own, prompt, drafter, max_new_tokens=40)
         text, done = prompt + found.tokens, len(prompt)
-        ends = ends_of(text, 4)
+        ends = ends_of(own.model, text)
         for accepted in found.accepted:
             exact = next((n for n, is_end in enumerate(ends[done - 1 :]) if is_end), 99)
             assert accepted >= min(6, exact, len(text) - done - 1)
@@ -33,7 +33,7 @@ def test_bytes_up_to_the_end_of_the_patch_are_always_accepted(own, prompts):
 
 def test_it_keeps_the_targets_distribution():
     """Catches a q that is not what was drawn from.  False alarm 1e-6; a vocabulary of 5, every triple counted."""
-    small = load_target(byte_model(vocab_size=5, patch_size=2))
+    small = load_target(byte_model(vocab_size=5, patch=2.0))
     drafter, prompt = stale_latent.build(stale_latent.Config(length=3), small), [0, 1, 2, 0, 1]
     sampling = {"temperature": 0.7, "top_k": 3}
     tokens, _, accepted = emitted(small, drafter, prompt=prompt, slots=1000, sampling=sampling)

@@ -10,9 +10,12 @@ Training has two stages, both on texts cut after random tokens.  I: all K masks 
 weight.  II, from `refine` on: in a suffix of random length R up to K, the token at distance i from the cut weighs
 alpha^(R - i), so that tokens next to the committed text matter most.
 
-Differs from the paper: the paper trains a pretrained diffusion language model further; here training starts from
-scratch, or from layers of the target (`init_from_layers`).  The text is read causally, so its keys stay valid.  The
-masks themselves mark the cut, without a separator.  In stage II a block still has all its masks, as in serving; R
+With `init_from_layers` the target itself is adapted: these layers, which have norms of queries and keys only if the
+target's do, and its final norm.  Copied in order from the first, they begin with the target's states of the text.
+
+Differs from the paper: the paper trains a pretrained diffusion language model further; here training starts from the
+autoregressive target, or from scratch.  The text is read causally, so its keys stay valid.  The masks themselves mark
+the cut, without a separator.  In stage II a block still has all its masks, as in serving; R
 decides which of them are trained.
 
 Use it if no state of the target can be read.
@@ -40,6 +43,7 @@ from outrider.nn.drafting.block_rows import BlockRows
 from outrider.nn.masks import MaskedModule, MaskToken, with_mask
 from outrider.nn.shape import InitLayers, LayerConfig, copy_layers, resolved
 from outrider.targets.cache.slots import SlotCache
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.protocol import Target
 
 
@@ -70,11 +74,17 @@ class Model(DraftModel, MaskedModule):
         self.config, self.shape = resolved(with_mask(config, target), target.spec)
         self.target, self.taps = target, ()
         hidden = target.spec.hidden
-        self.layers = nn.ModuleList(ContextLayer(hidden, self.shape) for _ in range(config.layers))
+        copied = config.init_from_layers
+        # a norm that the target's layers lack would change what they compute
+        qk_norm = copied is None or "self_attn.q_norm.weight" in target.layer(0).state_dict()
+        self.layers = nn.ModuleList(ContextLayer(hidden, self.shape, qk_norm) for _ in range(config.layers))
         self.norm = RMSNorm(hidden, self.shape.rms_norm_eps)
         self.choose_mask()
-        if config.init_from_layers is not None:
-            copy_layers(self.layers, config.init_from_layers, target)
+        if copied is not None:
+            copy_layers(self.layers, copied, target)
+            if isinstance(target, TransformersTarget):
+                ones = torch.ones(hidden, device=target.device)
+                self.norm.weight.data.copy_(target.finish(ones))  # of root mean square 1, so this is the norm's weight
 
     def forward(
         self, tokens: Tensor, positions: Tensor, blocks: int, mask: Tensor, cache: SlotCache | None = None

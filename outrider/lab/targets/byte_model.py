@@ -1,13 +1,14 @@
 """A language model of bytes and patches: a local encoder, a global model over patches, a light local decoder.
 (BLT 2412.09871.)
 
-The encoder reads every byte.  At the end of a patch (`byte_patches`), the patch's last row goes through the global
-model, which attends to earlier patches.  Its output is the latent that the decoder adds to every byte until the end of
-the next patch.  Everything is causal byte by byte, so a pass over an anchor and its draft verifies the draft; if no
-patch ends in a pass, the global model does not run.
+A small model of bytes, the patcher, reads every byte; where it is uncertain about the next one, a patch ends.  The
+encoder reads every byte too.  At the end of a patch, its last row attends to the encoder's rows of the patch and goes
+through the global model, which attends to earlier patches.  The result is the patch's latent.  In the decoder, every
+byte attends to the latents of all patches that have ended.  Everything is causal byte by byte, so a pass over an anchor
+and its draft verifies the draft; if no patch ends in a pass, the global model does not run.
 
-Differs from the paper: a patch is the encoder's state of its last byte, without attention from patches to bytes; a
-latent is added to the decoder's states, without attention to it; patches end by a rule.
+Differs from the paper: a patch asks with its last byte's row, in the local width; bytes attend to all earlier latents,
+not to one; there are no hashed n-grams of bytes.
 
 `load_target` loads its folders like any other causal LM.
 
@@ -30,10 +31,10 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from outrider.lab.byte_patches import Known, noted, notes_of, of_words
+from outrider.lab.byte_patches import Known, may_end, noted, notes_of
 
-NOTES = 3
-"""Layers of a cache that store what rows must know of those before them: positions and kinds, ends, latents."""
+NOTES = 2
+"""Layers of a cache that store what rows must know of those before them: positions, and ends of patches."""
 SPECIALS = ("<|end|>", "<|mask|>")
 """Tokens after the 256 bytes: the end of a text, and a byte yet to be drafted."""
 TEMPLATE = (
@@ -60,8 +61,12 @@ class ByteConfig(PreTrainedConfig):
     local_decoder_layers: int = 1
     window_size: int = 128
     """Bytes that a local layer attends to."""
-    patch_size: int = 8
-    """Most bytes of one kind in a patch."""
+    patcher_layers: int = 1
+    patcher_hidden_size: int = 64
+    patcher_intermediate_size: int = 192
+    patcher_attention_heads: int = 4
+    entropy_threshold: float = 2.0
+    """A byte ends its patch if the patcher's prediction of the next one has more entropy than this, in nats."""
     global_layers: int = 4
     global_hidden_size: int = 256
     global_intermediate_size: int = 768
@@ -73,14 +78,14 @@ class ByteConfig(PreTrainedConfig):
     use_cache: bool = True
     tie_word_embeddings: bool = False
     num_hidden_layers: int | None = None
-    """Layers of a cache: these, those of the global model, and the notes.  Follows from the others."""
+    """Layers of a cache: of all parts, of attention to bytes and to patches, and notes.  Follows from the others."""
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        layers = self.local_encoder_layers + self.global_layers + self.local_decoder_layers
-        self.num_hidden_layers = layers + NOTES
+        layers = self.local_encoder_layers + self.global_layers + self.local_decoder_layers + self.patcher_layers
+        self.num_hidden_layers = layers + 1 + self.local_decoder_layers + NOTES
         super().__post_init__(**kwargs)
 
 
@@ -120,6 +125,78 @@ def rotated(states: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat([one * cos - other * sin, other * cos + one * sin], -1)
 
 
+class Across(nn.Module):
+    """Attention of some rows to others: of a patch to its bytes, of bytes to patches."""
+
+    def __init__(self, hidden: int, heads: int, sources: int, config: ByteConfig):
+        """sources: width of the rows that are attended to."""
+        super().__init__()
+        self.heads, self.theta = heads, config.rope_theta
+        self.norm, self.source_norm = (nn.RMSNorm(width, config.rms_norm_eps) for width in (hidden, sources))
+        self.q, self.out = (nn.Linear(hidden, hidden, bias=False) for _ in range(2))
+        self.kv = nn.Linear(sources, 2 * hidden, bias=False)
+
+    def forward(self, states: Tensor, sources: Tensor, mask: Tensor, positions: Tensor, store: Store) -> Tensor:
+        """States [R, n, H] that attend to sources [R, n, ...] of this pass and earlier ones, by mask [R, n, K]; those
+        that it allows nothing are unchanged."""
+        is_any = mask.any(-1, keepdim=True)
+        q = self.q(self.norm(states)).unflatten(-1, (self.heads, -1))
+        k, v = self.kv(self.source_norm(sources)).unflatten(-1, (2, self.heads, -1)).unbind(2)
+        q, k = rotated(torch.stack([q, k]), positions, self.theta).transpose(2, 3).unbind(0)
+        keys, values = store(k, v.transpose(1, 2))
+        attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=(mask | ~is_any)[:, None])
+        added: Tensor = states + self.out(attended.transpose(1, 2).flatten(2)) * is_any
+        return added
+
+
+class Patcher(nn.Module):
+    """A small model of bytes, whose uncertainty about the next byte ends a patch."""
+
+    def __init__(self, config: ByteConfig, first: int):
+        """first: its first layer of a cache."""
+        super().__init__()
+        hidden, heads = config.patcher_hidden_size, config.patcher_attention_heads
+        self.first, self.heads, self.threshold = first, heads, config.entropy_threshold
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        self.layers = nn.ModuleList(
+            [Layer(hidden, heads, config.patcher_intermediate_size, config) for _ in range(config.patcher_layers)]
+        )
+        self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
+        self.head = nn.Linear(hidden, config.vocab_size, bias=False)
+
+    def forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any = None) -> Tensor:
+        """Logits [R, n, V] of the next byte."""
+        states = self.embed_tokens(ids)
+        for index, layer in enumerate(self.layers):
+            states = layer(states, mask, positions, partial(stored, cache, self.first + index))
+        logits: Tensor = self.head(self.norm(states))
+        return logits
+
+    @torch.no_grad()
+    def ends(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        """Which bytes end a patch, [R, n] bool; it does not run if all of them are held."""
+        can_end = may_end(ids.shape[1], ids.device)
+        if not bool(can_end.any()):
+            shape = len(ids), self.heads, ids.shape[1], self.embed_tokens.embedding_dim
+            skip(cache, range(self.first, self.first + len(self.layers)), self.embed_tokens.weight, shape)
+            return can_end.expand_as(ids)
+        return (entropies(self(ids, mask, positions, cache)) > self.threshold) & can_end
+
+
+def entropies(logits: Tensor) -> Tensor:
+    """In nats, [...] of logits [..., V]."""
+    logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return -(logs.exp() * logs).sum(-1)
+
+
+def skip(cache: Any, layers: range, like: Tensor, shape: tuple[int, int, int, int]) -> None:
+    """Store zeros as keys and values of layers that do not run.  shape: rows, heads, columns, width of all heads."""
+    if cache is not None:
+        nothing = like.new_zeros(*shape[:3], shape[3] // shape[1])
+        for layer in layers:
+            cache.update(nothing, nothing, layer)
+
+
 class GlobalModel(nn.Module):
     """Reads the rows at which patches end, and attends to those alone."""
 
@@ -127,35 +204,31 @@ class GlobalModel(nn.Module):
         super().__init__()
         self.first = config.local_encoder_layers + config.local_decoder_layers
         """Its first layer of a cache."""
-        wide, heads = config.global_hidden_size, config.global_attention_heads
-        self.heads, self.head_dim = heads, wide // heads
-        self.enter = nn.Linear(config.hidden_size, wide, bias=False)
+        self.wide, self.heads = config.global_hidden_size, config.global_attention_heads
+        self.enter = nn.Linear(config.hidden_size, self.wide, bias=False)
         self.layers = nn.ModuleList(
-            [Layer(wide, heads, config.global_intermediate_size, config) for _ in range(config.global_layers)]
+            [Layer(self.wide, self.heads, config.global_intermediate_size, config) for _ in range(config.global_layers)]
         )
-        self.norm = nn.RMSNorm(wide, config.rms_norm_eps)
-        self.leave = nn.Linear(wide, config.hidden_size, bias=False)
 
     def forward(self, states: Tensor, ends: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        """Latents [R, n, H], 0 where no patch ends.  states [R, n, H], ends [R, n]; mask [R, n, K]: ends up to each."""
+        """Latents [R, n, W], 0 where no patch ends.  states [R, n, H], ends [R, n]; mask [R, n, K]: ends up to each."""
         most = int(ends.sum(-1).amax())
         order = ends.int().argsort(dim=-1, descending=True, stable=True)[:, :most]
         is_real = ends.gather(1, order)
-        if most:
-            # autocast would give another type than the states'
-            patches = self.enter(taken(states, order)).to(states.dtype)
-            # a row with fewer ends than another has rows too many, which no one reads
-            mask = taken(mask, order) | ~is_real[..., None]
-            for index, layer in enumerate(self.layers):
-                store = self._store(cache, self.first + index, order, is_real, ends.shape[1])
-                patches = layer(patches, mask, positions.gather(1, order), store)
-            patches = self.leave(self.norm(patches)).to(states.dtype) * is_real[..., None]
-            return torch.zeros_like(states).scatter(1, order[..., None].expand_as(patches), patches)
-        if cache is not None:
-            nothing = states.new_zeros(len(states), self.heads, ends.shape[1], self.head_dim)
-            for index in range(len(self.layers)):
-                cache.update(nothing, nothing, self.first + index)
-        return torch.zeros_like(states)
+        latents = states.new_zeros(*ends.shape, self.wide)
+        if not most:
+            layers = range(self.first, self.first + len(self.layers))
+            skip(cache, layers, states, (len(states), self.heads, ends.shape[1], self.wide))
+            return latents
+        # autocast would give another type than the states'
+        patches = self.enter(taken(states, order)).to(states.dtype)
+        # a row with fewer ends than another has rows too many, which no one reads
+        mask = taken(mask, order) | ~is_real[..., None]
+        for index, layer in enumerate(self.layers):
+            store = self._store(cache, self.first + index, order, is_real, ends.shape[1])
+            patches = layer(patches, mask, positions.gather(1, order), store)
+        patches = patches.to(states.dtype) * is_real[..., None]
+        return latents.scatter(1, order[..., None].expand_as(patches), patches)
 
     def _store(self, cache: Any, layer: int, order: Tensor, is_real: Tensor, width: int) -> Store:
         """Keys and values of ends in their columns, and 0 in the others."""
@@ -195,6 +268,12 @@ class ByteTrunk(PreTrainedModel):
             [Layer(*sizes, config) for _ in range(config.local_encoder_layers + config.local_decoder_layers)]
         )
         self.global_model = GlobalModel(config)
+        self.patcher = Patcher(config, len(self.layers) + config.global_layers)
+        local = config.hidden_size, config.num_attention_heads
+        self.to_bytes = Across(*local, config.hidden_size, config)
+        self.to_patches = nn.ModuleList(
+            [Across(*local, config.global_hidden_size, config) for _ in range(config.local_decoder_layers)]
+        )
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_init()
 
@@ -209,33 +288,27 @@ class ByteTrunk(PreTrainedModel):
         if position_ids is None:
             position_ids = torch.arange(past, past + width, device=input_ids.device)[None]
         positions = position_ids.expand(rows, -1)
-        states, words = self.embed_tokens(input_ids), of_words(input_ids)
-        notes = noted(cache, self._notes, notes_of(positions, words, states.dtype))
+        states, first = self.embed_tokens(input_ids), self._first
+        notes = noted(cache, first, notes_of(positions, states.dtype))
         columns = Known.of(allowed_by(attention_mask, past, width, input_ids.device), notes)
         mask, encoders = columns.within(positions, self.config.window_size), self.config.local_encoder_layers
-        states = self._through(range(encoders), states, mask, positions, cache)
-        ends = columns.ends(positions, words, self.config.patch_size)
-        states = states + self._latents(states, ends, columns, positions, cache)
-        states = self._through(range(encoders, len(self.layers)), states, mask, positions, cache)
+        ends = self.patcher.ends(input_ids, mask, positions, cache)
+        ended = noted(cache, first + 1, ends[..., None].to(states.dtype))[..., 0] > 0
+        for index, layer in enumerate(self.layers[:encoders]):
+            states = layer(states, mask, positions, partial(stored, cache, index))
+        patches, store = columns.allowed & ended[:, None], partial(stored, cache, first + NOTES)
+        pooled = self.to_bytes(states, states, columns.of_patch(positions, ended), positions, store)
+        latents = self.global_model(pooled, ends, patches, positions, cache)
+        for index, (across, layer) in enumerate(zip(self.to_patches, self.layers[encoders:], strict=True)):
+            store = partial(stored, cache, first + NOTES + 1 + index)
+            states = across(states, latents, patches, positions, store)
+            states = layer(states, mask, positions, partial(stored, cache, encoders + index))
         return BaseModelOutputWithPast(last_hidden_state=self.norm(states), **{CACHE: cache})
 
     @property
-    def _notes(self) -> int:
-        """The first of the layers of a cache that store notes."""
-        return len(self.layers) + self.config.global_layers
-
-    def _through(self, numbers: range, states: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        for index in numbers:
-            states = self.layers[index](states, mask, positions, partial(stored, cache, index))
-        return states
-
-    def _latents(self, states: Tensor, ends: Tensor, columns: Known, positions: Tensor, cache: Any) -> Tensor:
-        """[R, n, H]: of the last patch that has ended at each row, 0 where none has."""
-        every = noted(cache, self._notes + 1, ends[..., None].to(states.dtype))[..., 0] > 0
-        mask = columns.allowed & every[:, None]
-        latents = noted(cache, self._notes + 2, self.global_model(states, ends, mask, positions, cache))
-        at, is_there = columns.last_ended(every)
-        return taken(latents, at) * is_there[..., None]
+    def _first(self) -> int:
+        """The first of the layers of a cache that store notes and what is attended to across."""
+        return len(self.layers) + self.config.global_layers + self.config.patcher_layers
 
 
 class ByteModel(PreTrainedModel, GenerationMixin):
