@@ -172,6 +172,8 @@ CLAIMS = [
     Claim("eagle3", "eagle", 1.0, 1.0, "taps and unrolled training, no feature loss"),
     Claim("confu", "eagle3", 1.08, 0.0, "contemplate rows in the target's pass"),
     Claim("confu", "eagle3", 1.08, 1.0, "contemplate rows in the target's pass"),
+    Claim("deer, first layers", "eagle3", 1.0, 0.0, "a diffusion drafter made of the target's first layers"),
+    Claim("deer, first layers", "deer, from nothing", 1.0, 0.0, "adapted, not begun anew"),
     Claim("eagle3, gated", "eagle3", 1.0, 0.0, "a gate on what the draft's attention says (Baichuan-M3)"),
     Claim("eagle3, metaquery", "eagle3", 1.0, 0.0, "learned queries over the target's layers (Hyper-Bagel)"),
 ]
@@ -187,10 +189,14 @@ def init(kind: str, *changes: str) -> Method:
     return Method("smollm2", (f"drafter={json.dumps(settings)}", *changes))
 
 
+DEER = "drafter={kind: deer, layers: 6, init_from_layers: null, block: 4, anchors: 48}"
+"""At the masks' own cross entropy, as in the paper: no pass of the target."""
 REAL = {
     **{kind: init(kind) for kind in ("dspark", "dflash", "dflash2", "domino", "eagle", "eagle3", "peagle", "medusa")},
     "dflash2, pairs by the text": init("dflash2", "drafter.selector_loss=ce"),
     "dspark, d-pace": init("dspark", "train.position={dpace: 0.5}"),
+    "deer, first layers": Method("smollm2", (DEER.replace("null", "[0, 1, 2, 3, 4, 5]"), "train.loss={ce: 1.0}")),
+    "deer, from nothing": Method("smollm2", (DEER, "train.loss={ce: 1.0}")),
 }
 SETUPS = {
     "demo": Setup(("stdlib",), 1, (0.0, 1.0), METHODS),
