@@ -127,16 +127,16 @@ def quality(first: Any, other: Any, count: int, steps: int) -> list[dict[str, An
 
 def drafted(members: Sequence[Any], prompts: Sequence[list[int]], new: int) -> dict[str, Any]:
     """SAFE's loop, the first member drafting, beside averaging token by token."""
-    plain = generate(EnsembleTarget(members), prompts, max_new_tokens=new, slots=len(prompts))
+    plain = generate(EnsembleTarget(members), prompts, max_new_tokens=new, slots=min(16, len(prompts)))
     safe = EnsembleTarget(members, positions="disputed")
     drafter = load_drafter("small_model", safe, model=members[0].spec.name, length=4)
-    texts = generate(safe, prompts, drafter, max_new_tokens=new, slots=len(prompts), policy="fixed")
+    texts = generate(safe, prompts, drafter, max_new_tokens=new, slots=min(16, len(prompts)), policy="fixed")
     tokens, passes = (
         np.array([value(text) for text in texts]) for value in (lambda t: len(t.tokens), lambda t: t.steps)
     )
     shares = safe.shares
     return {
-        "first": members[0].spec.name, "other": members[1].spec.name, "prompts": len(prompts),
+        "first": members[0].spec.name, "other": Path(members[1].spec.name).name, "prompts": len(prompts),
         "equal_texts": sum(one.tokens == other.tokens for one, other in zip(plain, texts, strict=True)),
         "positions": shares.positions, "averaged": shares.ensembled / shares.positions,
         "members_differ": shares.disagreed / shares.positions, "choice_changed": shares.changed / shares.positions,
@@ -195,7 +195,7 @@ def relay(options: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for way, (model, drafts, rule) in ways.items():
         texts = generate(
-            model, encoded(asked), drafts, max_new_tokens=options.new, slots=len(asked), policy="fixed",
+            model, encoded(asked), drafts, max_new_tokens=options.new, slots=min(16, len(asked)), policy="fixed",
             verification=rule,
         )  # fmt: skip
         right = [_number(target.decode(text.tokens)) == answer for text, (_, answer) in zip(texts, asked, strict=True)]
