@@ -6,8 +6,8 @@ AMBEDKAR's rule does to a bias.
     python benchmarks/pairs.py ambedkar --out benchmarks/results/ambedkar.json
 
 Only counts, probabilities and texts, so other work on the machine changes nothing.  95 % intervals are bootstraps over
-texts.  The small model is SmolLM2 without six of its 30 layers, those whose loss changes its predictions least; it is
-not trained after that.
+texts.  The small model is SmolLM2 without six of its 30 layers, of two sets of six the one that changes its predictions
+less; it is not trained after that.
 """
 
 from __future__ import annotations
