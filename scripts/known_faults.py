@@ -22,6 +22,19 @@ def fault(name: str, *edits: tuple[str, str, str]) -> Fault:
 
 
 FAULTS = [
+    # ConFu
+    fault(
+        "ConFu's prompt is trained behind its anchor, and served before it",
+        (
+            "Model.guide",
+            "prompt_mask = is_same_text & (text < anchor[..., None])",
+            "prompt_mask = is_same_text & (text <= anchor[..., None])",
+        ),
+    ),
+    fault(
+        "ConFu's contemplate token is the same whatever the text",
+        ("Model.contemplate", ".softmax(-1)", ".mul(0).softmax(-1)"),
+    ),
     # Gemma 4's assistant
     fault(
         "q of a centroid head has mass on tokens that it never drafts",

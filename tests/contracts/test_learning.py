@@ -155,7 +155,7 @@ def test_serving_drafts_what_training_predicts(case, target, workshop, prompts, 
     Compared is the eldest path at every depth at which training was told the same tokens: those that were drafted.
     """
     drafter = drafter_of(case)
-    model, seen, trained = drafter.model, dict[tuple[int, int], int](), dict[tuple[int, int], int]()
+    model, seen, trained = drafter.model, dict[tuple[int, int], int](), dict[tuple[int, int], set[int]]()
     if case.kind == "small_model":  # serves a copy of its modules
         model = workshop.model(case, target).eval()
         model.lm.load_state_dict(drafter.model.model.state_dict())
@@ -174,7 +174,10 @@ def test_serving_drafts_what_training_predicts(case, target, workshop, prompts, 
                     depth = int(rows.depth[row])
                     # which path of its tree is the eldest, specblock decides by more than the likeliest tokens
                     if rows.weight[row] > 0 and (depth == 0 or case.kind != "specblock"):
-                        trained[int(places[row]), depth] = int(draft[row].argmax())
+                        choices = trained.setdefault((int(places[row]), depth), set())
+                        if case.kind != "confu":  # its future also depends on the sampled distance from an anchor
+                            choices.clear()
+                        choices.add(int(draft[row].argmax()))
     propose = drafter.propose
 
     def watched(memory, state, budget):
@@ -191,4 +194,4 @@ def test_serving_drafts_what_training_predicts(case, target, workshop, prompts, 
         pass
     shared = sorted(seen.keys() & trained.keys())
     assert sum(depth == 0 for _, depth in shared) >= 5
-    assert [seen[place] for place in shared] == [trained[place] for place in shared]
+    assert all(seen[place] in trained[place] for place in shared)
