@@ -125,6 +125,12 @@ TABLES: dict[str, list[Table]] = {
         Table("plan", "kind=drafter; rows; predicted.peak_bytes/1e6:,.0f=planned MB; found.peak_bytes/1e6:,.0f=found; "
               "predicted.seconds:.2f=planned s; found.seconds:.2f=found"),
     ],
+    "pipeline": [
+        Table("rows", "stages; right:.2f=of guesses right; equivalent_length:.2f=equivalent length; low:.2f; high:.2f; "
+              "slowest_stage:.2f=slowest stage; drafter:.2f; own_devices:.2f=on own devices; "
+              "two_processes:.2f=two processes; two_processes_over_two_threads:.2f=over two threads",
+              "Times over that of a plain pass, speeds over a plain pass by the clock"),
+    ],
     "local_head": [Table("rows", "way; tokens_per_step:.2f; over_base:.3f; low:.3f; high:.3f")],
     "recipes": [
         Table("rows", "recipe; devices=H100; answer_hours:.1f=to answer, h; read_hours:.1f=to read, h; "
