@@ -23,9 +23,10 @@ def load_assistant(name: str, target: Target) -> Any:
 
     try:
         with keyless_layers(), no_bars():
-            assistant, loaded = AutoModelForCausalLM.from_pretrained(
+            result: Any = AutoModelForCausalLM.from_pretrained(
                 name, dtype=getattr(torch, target.spec.dtype), output_loading_info=True
             )
+            assistant, loaded = result
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise DrafterError(
             f"can't load assistant {name!r}: {first_line(error)}; give a folder or a Hugging Face id of one"
