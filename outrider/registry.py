@@ -36,7 +36,7 @@ class Registry:
     def add_file(self, path: Path) -> str:
         """Make the module of a file known in this process; returns its name.
 
-        Raises ConfigError for a missing file, and for a name that another module has.
+        Raises ConfigError for a missing file, and for a name already taken by another module.
         """
         name, path = path.stem, path.expanduser().resolve()
         if not path.is_file():

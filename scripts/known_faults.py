@@ -1648,7 +1648,7 @@ FAULTS = [
         "held-out prompts train when their file is gone",
         (
             "_conversations",
-            "        if settings.prepare.held_out is not None:  # else held-out prompts would train\n            raise\n",
+            "        if settings.prepare.held_out is not None:  # otherwise held-out prompts would be trained on\n            raise\n",
             "",
         ),
     ),

@@ -149,7 +149,7 @@ def test_what_a_folder_or_an_id_can_not_give_is_refused(verifier, hub, tmp_path,
     with pytest.raises(ConfigError, match="with settings of its own; leave out block"):
         load_drafter(folder, verifier, block=2)
     import_folder(folder, tmp_path / "checkpoint", verifier)
-    with pytest.raises(ExportError, match="is a checkpoint already"):
+    with pytest.raises(ExportError, match="is already a checkpoint"):
         import_folder(tmp_path / "checkpoint", tmp_path / "again", verifier)
 
 
@@ -165,7 +165,7 @@ def test_a_published_drafter_is_calibrated_into_a_new_checkpoint(tmp_path, capsy
     assert outrider_with(*words) == 2
     assert "does not name its target; name it with --target" in " ".join(capsys.readouterr().err.split())
     assert outrider_with(*words, "--target", str(target)) == 2
-    assert "which is not changed; name a new checkpoint with --out" in " ".join(capsys.readouterr().err.split())
+    assert "which is never modified; name a new checkpoint with --out" in " ".join(capsys.readouterr().err.split())
     there = sorted(path.name for path in tmp_path.iterdir())
     writing = (*words, "--target", str(target), "--out", str(tmp_path / "scaled"))
     with monkeypatch.context() as patched:  # too few drafts, and a disk that is full when the scaling is written

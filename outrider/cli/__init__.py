@@ -35,7 +35,7 @@ VERBS = {
         "ask": ("ask", "Send a prompt, or a file of prompts, to a server"),
         "tune": ("tune", "Find the best draft length for each load"),
         "replay": ("replay", "Replay recorded traffic and time the answers"),
-        "watch": ("watch", "Warn if acceptance leaves the release's interval"),
+        "watch": ("watch", "Warn if acceptance leaves the release interval"),
     },
     "Checks": {
         "diagnose": ("diagnose", "Find out why a drafter accepts less than it could"),
@@ -61,7 +61,7 @@ VERBS = {
         "compile": ("compile", "Compile the steps of a target and a drafter, once per machine"),
     },
 }  # fmt: skip
-"""Heading in the help → verb → its module in this package, and its line in the help."""
+"""Heading in the help → verb → its module in this package and its help line."""
 GROUPS = {
     "corpus": ("Drafters and data", "Manage text corpora to draft from", {
         "add": ("corpus_add", "Build a corpus from text files"),
@@ -81,17 +81,19 @@ GROUPS = {
     }),
     "lab": (HIDDEN, "Fit settings of experimental methods", {
         "layers": ("lab", "Search for layers to skip while drafting"),
-        "cues": ("lab", "Rank words after which a small model can write alone"),
+        "cues": ("lab", "Rank words after which a small model can generate alone"),
     }),
 }  # fmt: skip
-"""Verb with verbs of its own → its heading, its line in the help, and its verbs."""
+"""Verb with subcommands → its heading, its help line, and its subcommands."""
 
 
 class Verbs(TyperGroup):
-    """Verbs listed in a table, and imported when they are called."""
+    """Verbs listed in a table and imported when called."""
 
     def __init__(self, name: str, table: dict[str, dict[str, tuple[str, str]]], *, prefix: str = "", **settings: Any):
-        """prefix: of the functions, whose names are the verbs' with `_` for `-`, and a final `_` after a keyword."""
+        """prefix: common prefix of the functions, which are named after the verbs with `_` for `-`, plus a trailing `_`
+        for a Python keyword.
+        """
         lines = [
             TyperCommand(verb, short_help=line, rich_help_panel=heading, hidden=heading == HIDDEN)
             for heading, verbs in table.items() for verb, (_, line) in verbs.items()
@@ -101,7 +103,7 @@ class Verbs(TyperGroup):
         self.prefix = prefix
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """The loaded verb, instead of its line in the table."""
+        """Load the verb in place of its table entry."""
         name, _, rest = super().resolve_command(ctx, args)
         if ctx.resilient_parsing:
             from outrider.cli import complete  # needed for shell completion only
@@ -143,7 +145,7 @@ app = Verbs(
     help="Speculative decoding with exact output.  Options: `COMMAND -h`; `--version`.",
     context_settings={"help_option_names": ["-h", "--help"]}, params=list(get_install_completion_arguments()),
 )  # fmt: skip
-for option in app.params:  # for the shell's completion; hidden, so that all of the help fits one screen
+for option in app.params:  # for shell completion; hidden so that the help fits one screen
     option.hidden = True  # type: ignore[attr-defined]
 for group, (heading, line, verbs) in GROUPS.items():
     hidden = heading == HIDDEN
@@ -178,5 +180,5 @@ def main() -> None:
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # wrong use of the command line
             error.show()
             raise SystemExit(error.exit_code) from None
-        console.remark(traceback.format_exc())  # Python would print names and messages as they are
+        console.remark(traceback.format_exc())  # Python would print names and messages unescaped
         raise SystemExit(1) from None

@@ -23,9 +23,9 @@ def ask_drafted(
     client: Client, body: Mapping[str, Any], tokenizer: str | None, drafter: str, settings: Sequence[str],
     unused: Mapping[str, object],
 ) -> dict[str, Any]:  # fmt: skip
-    """Print the answer to a body's text or messages, and what it took, also without drafts; returns the figures.
+    """Print the answer to a body's text or messages and its cost with and without drafts; returns the figures.
 
-    unused: options without effect.  Raises ConfigError if one is set.
+    unused: options that have no effect here.  Raises ConfigError if one is set.
     """
     if tokenizer is None:
         raise ConfigError(
@@ -38,7 +38,7 @@ def ask_drafted(
     sampling = Sampling(body.get("temperature", 0.0), seed=body.get("seed"))
     most = body.get("max_tokens", MOST_TOKENS)
     with RemoteTarget(client, tokenizer) as target:
-        reader: Any = target  # a target without layers, which drafters of tokens alone take
+        reader: Any = target  # a target without layers, enough for drafters that read only tokens
         built = load_drafter(drafter, reader, **override({}, settings))
         drafted = target.generate(prompt, built, max_new_tokens=most, sampling=sampling)
         [text] = drafted.texts

@@ -68,7 +68,7 @@ def chat(
     conversation = Conversation(answer, show, messages, file, {LENGTH: max_new_tokens, **sampling})
     if system is not None:
         conversation.set_system(system)
-    loaded.encode([*conversation.messages, {"role": "user", "content": "."}])  # refuses a target that can't chat
+    loaded.encode([*conversation.messages, {"role": "user", "content": "."}])  # raises for a target that can't chat
     if messages:
         console.remark(f"{file}: {len(messages)} messages; /history shows them", "dim")
     if sys.stdin.isatty():
@@ -79,7 +79,7 @@ def chat(
 
 
 class Conversation:
-    """The messages of a chat, and what its commands do to them."""
+    """The messages of a chat and the commands that change them."""
 
     def __init__(
         self, stream: Callable[..., Iterator[Piece]], show: Callable[[Piece], None], messages: list[Message],
@@ -90,7 +90,7 @@ class Conversation:
         self.settings = settings
 
     def reply(self, line: str) -> bool:
-        """Answer a line, or run its command.  False ends the chat; what is wrong is printed, and the chat goes on."""
+        """Answer a line, or run its command.  False ends the chat; errors are printed and the chat continues."""
         try:
             if line.startswith("/"):
                 name, _, rest = line.rstrip().partition(" ")
@@ -105,7 +105,7 @@ class Conversation:
         return True
 
     def _answer(self, text: str) -> None:
-        """Stream the answer to this text.  Both join the conversation, unless there is no answer."""
+        """Stream the answer to this text.  Both are added to the conversation, unless there is no answer."""
         messages = [*self.messages, {"role": "user", "content": text}]
         answer: list[str] = []
 
@@ -215,7 +215,7 @@ def read_conversation(file: Path) -> list[Message]:
         conversation = parse_json(whole_text(file))
     except (OSError, ValueError) as error:
         raise DataError(
-            f"can't read {file} as a conversation: {first_line(error)}; name a new file, or one of outrider chat"
+            f"can't read {file} as a conversation: {first_line(error)}; name a new file, or one saved by outrider chat"
         ) from None
     form = '{"messages": [{"role": "user", "content": "a text"}, ...]}'
     if not (isinstance(conversation, dict) and isinstance(messages := conversation.get("messages"), list)):
@@ -263,7 +263,9 @@ def _lines() -> Iterator[str]:
 
 @contextmanager
 def _stoppable() -> Iterator[Callable[[], bool]]:
-    """Yields whether Ctrl-C was pressed; a step runs to its end first.  The second Ctrl-C raises KeyboardInterrupt."""
+    """Yields whether Ctrl-C was pressed; the current step finishes first.  The second Ctrl-C raises
+    KeyboardInterrupt.
+    """
     stop = threading.Event()
 
     def handle(*_: Any) -> None:

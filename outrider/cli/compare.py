@@ -1,4 +1,4 @@
-"""`outrider compare`: a method of your own against others, at equal minutes or steps."""
+"""`outrider compare`: your own method against others, at equal minutes or steps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def compare(
     try:
         numbers = tuple(dict.fromkeys(map(int, seeds.split(","))))
     except ValueError:
-        raise ConfigError(f"--seeds {seeds!r} is not a list of numbers; give such as 0,1,2") from None
+        raise ConfigError(f"--seeds {seeds!r} is not a list of numbers; expected a list such as 0,1,2") from None
     names = [word for word in methods if "=" not in word]
     settings = [word for word in methods if "=" in word]
     options = comparing.Options(minutes, steps, numbers, cells)

@@ -20,7 +20,7 @@ from outrider.targets.load import load_target
 
 LOWEST_PRIORITY = 19
 MARK = ".outrider-packages"
-"""File in a folder that `--out` made: permissions of all that is in such a folder are changed."""
+"""Marks a folder made by `--out`: the permissions of everything in such a folder are changed."""
 
 
 def compile(
@@ -48,7 +48,7 @@ def compile(
         os.nice(LOWEST_PRIORITY)
     if out is not None:
         if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MARK).exists())):
-            raise ConfigError(f"--out {out} is there and was not made by this command; name a new folder")
+            raise ConfigError(f"--out {out} exists and was not made by this command; name a new folder")
         out.mkdir(parents=True, exist_ok=True)
         (out / MARK).touch()
         os.environ["OUTRIDER_CACHE"] = str(out.resolve())
@@ -67,7 +67,7 @@ def compile(
         for what, sampling in (("greedy", Sampling()), ("sampled", Sampling(temperature=1.0))):
             _say(what, "whole steps", build_whole(loaded, built, sampling))
     if out is not None:
-        for path in (out, *out.rglob("*")):  # for another user, who may not write
+        for path in (out, *out.rglob("*")):  # readable by other users, but not writable
             if not path.is_symlink():
                 path.chmod(0o755 if path.is_dir() else 0o644)
         say(f"folder    {out}: start servers with OUTRIDER_CACHE={out.resolve()}, on this kind of processor")

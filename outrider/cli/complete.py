@@ -33,7 +33,7 @@ def engines_and_formats() -> list[str]:
 
 
 def tasks(incomplete: str) -> list[str]:
-    """Evaluation tasks; after a comma the next one."""
+    """Evaluation tasks; completes the next one after a comma."""
     from outrider.measure.tasks.names import BUILT_IN, TASKS
 
     before, comma, _ = incomplete.rpartition(",")
@@ -52,7 +52,7 @@ OPTIONS: dict[str, Callable[..., list[str]]] = {
 
 
 def stand_in(words: Sequence[str]) -> Any:
-    """A command with only the last option of these words, to complete its value; None for other options."""
+    """A command with only the last of these options, to complete its value; None for other options."""
     complete = OPTIONS.get(words[-1]) if words else None
     if complete is None:
         return None

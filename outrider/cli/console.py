@@ -44,7 +44,7 @@ def _escaped(text: str) -> str:
 
 
 class PlainConsole(Console):
-    """A console on which no text controls the terminal, whatever prints it; rich's own controls are no text."""
+    """A console on which no printed text can control the terminal; rich's own control codes still work."""
 
     def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
@@ -67,7 +67,7 @@ def say(line: str, style: str | None = None) -> None:
 
 
 def remark(line: str, style: str | None = None) -> None:
-    """Print a line that is not a result, on standard error."""
+    """Print a line that is not a result on standard error."""
     _print(note, line, style)
 
 
@@ -85,7 +85,7 @@ def _print(console: Console, line: str, style: str | None = None) -> None:
 
 
 def present(json_to: str | None, value: Any, *shown: Table | str) -> None:
-    """Print a result, unless standard output gets the JSON, and write it as JSON if `--json` is given."""
+    """Print a result unless the JSON goes to standard output, and write it as JSON if `--json` is given."""
     for part in shown if json_to != "-" else ():
         say(part) if isinstance(part, str) else show(part)
     write_json(json_to, value)
@@ -127,7 +127,7 @@ def show(table: Table) -> None:
 def quiet(*, parallel_tokenizers: bool = False) -> None:
     """Silence transformers and datasets; must be called before they are imported.
 
-    parallel_tokenizers: tokenize on several threads, for work that forks no process afterwards.
+    parallel_tokenizers: tokenize on several threads, for work that does not fork afterwards.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -162,7 +162,7 @@ class Forecast:
     def update(self, done: int, reading_s: tuple[float, float] = (0.0, 0.0)) -> str | None:
         """The line with the total time, once the first steps are timed; None before and after.
 
-        reading_s: seconds of one-time work besides the steps, spent and still to come."""
+        reading_s: seconds of one-time work besides the steps, past and remaining."""
         if self.is_steady and not self.steps:
             self.done = done - 1  # a resumed run starts where the previous one stopped
         now = time.monotonic()
@@ -186,14 +186,15 @@ class Forecast:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough steps were timed for an estimate; answers of a batch end in bursts and need more of them."""
+        """Whether enough steps were timed for an estimate; more are needed for answers, which finish in bursts."""
         count = len(self.steps)
         return self.is_steady or count >= min(0.05 * self.total, BURST) or self.at - self.began > 120
 
     @property
     def each_s(self) -> float:
-        """Seconds per step: a median in training, whose first step is a warm-up; a mean for answers, which end in
-        bursts."""
+        """Seconds per step: the median in training, whose first step is a warm-up; the mean for answers, which finish
+        in bursts.
+        """
         spent = self.at - self.began
         return statistics.median(self.steps[-STEADY_STEPS // 3 :]) if self.is_steady else spent / len(self.steps)
 
@@ -231,7 +232,7 @@ def bar(
 ) -> Iterator[Callable[..., None]]:  # fmt: skip
     """Progress of long work; yields update(done, note).  A bar on a terminal, lines in a file or pipe.
 
-    The total time is printed after the first steps.  is_steady: steps come one by one and take equally long.
+    The total time is printed after the first steps.  is_steady: steps come one by one and take about the same time.
     why_slow: called for an explanation if the work will take three times the usual minutes.
     """
     forecast = Forecast(unit, total, done, is_steady, usual_minutes, why_slow)
@@ -240,7 +241,7 @@ def bar(
         TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
     )  # fmt: skip
     with ExitStack() as stack:
-        # drawn only when it moves: a refresh thread would slow down what is being measured
+        # drawn only when it moves: a refresh thread would disturb the measurement
         progress = Progress(*columns, console=note, transient=True, auto_refresh=False)
         task = progress.add_task(unit, total=total, completed=done, note="")
         if note.is_terminal:
@@ -262,7 +263,7 @@ def bar(
 
 @contextmanager
 def stopping(line: str) -> Iterator[None]:
-    """Ctrl-C ends the program with this line."""
+    """Ctrl-C ends the program and prints this line."""
     try:
         yield
     except KeyboardInterrupt:
@@ -273,7 +274,7 @@ def stopping(line: str) -> Iterator[None]:
 @contextmanager
 def restarted(what: str) -> Iterator[None]:
     """Ctrl-C ends the program and says that this work can't be resumed.  Also decorates a verb."""
-    with stopping(f"this {what} is not stored; the same command starts it again"):
+    with stopping(f"this {what} is not stored; rerun the same command to start over"):
         yield
 
 
@@ -320,7 +321,7 @@ def sized(size_bytes: float) -> str:
 
 
 def confirm(what: str) -> None:
-    """Ask at a terminal whether to continue.  Raises ConfigError if not, or without a terminal."""
+    """Ask on the terminal whether to continue.  Raises ConfigError if not, or without a terminal."""
     if not sys.stdin.isatty():
         raise ConfigError(f"{what}; add --yes to allow it, or lower prepare.count")
     if not typer.confirm(f"{what}; continue?"):
@@ -328,7 +329,7 @@ def confirm(what: str) -> None:
 
 
 class LogHandler(logging.Handler):
-    """Prints log lines on standard error, as safely as everything else."""
+    """Prints log lines on standard error, escaped like everything else."""
 
     def emit(self, record: logging.LogRecord) -> None:
         remark(self.format(record))

@@ -16,7 +16,7 @@ from outrider.engines.commands import Command
 from outrider.engines.engine import Draft, Wish, engine_name, engine_of
 
 TargetOption = Annotated[
-    str | None, typer.Option("--target", help="Target as hub id, folder or GGUF file, if not as in training.")
+    str | None, typer.Option("--target", help="Target (hub id, folder or GGUF file), if it differs from training.")
 ]
 KindOption = Annotated[str | None, typer.Option("--kind", help="Drafter kind, if the folder does not name it.")]
 FormatOption = Annotated[str | None, typer.Option("--format", help="Format, if the folder does not name it.")]
@@ -27,7 +27,7 @@ PythonOption = Annotated[
 VersionOption = Annotated[
     str | None, typer.Option("--engine-version", help="Version of the engine, instead of looking it up.")
 ]
-ParallelOption = Annotated[int, typer.Option("--tensor-parallel", help="GPUs that share the target.")]
+ParallelOption = Annotated[int, typer.Option("--tensor-parallel", help="Number of GPUs that share the target.")]
 
 
 def deploy(
@@ -62,7 +62,7 @@ def deploy(
     image: Annotated[str | None, typer.Option(help="Container image, for --out.")] = None,
     gpus: Annotated[
         int | None,
-        typer.Option(min=0, help="GPUs of a container, for --out; as --tensor-parallel unless given.  0: CPU only."),
+        typer.Option(min=0, help="GPUs per container, for --out; defaults to --tensor-parallel.  0: CPU only."),
     ] = None,
     json_to: JsonTo = None,
 ) -> None:

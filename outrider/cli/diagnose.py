@@ -1,4 +1,4 @@
-"""`outrider diagnose`: why a drafter accepts less here than it could."""
+"""`outrider diagnose`: why acceptance is lower than it could be here."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def diagnose(
     ] = "stdlib",
     trained_on: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Prompts like those of the training, if its checkpoint has no figures."),
+        typer.Option(metavar="FILE", help="Prompts like those used in training, if the checkpoint has no figures."),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="Temperature of your requests; the training's unless given.", min=0)
+        float | None, typer.Option(help="Temperature of your requests; defaults to that of training.", min=0)
     ] = None,
     thinking: Annotated[
         bool | None, typer.Option("--thinking/--no-thinking", help="Passed to the chat template.")
@@ -51,9 +51,9 @@ def diagnose(
         str | None, typer.Option(metavar="FILE", help="Chat template that your engine uses; `none` for none.")
     ] = None,
     trained_target: Annotated[
-        str | None, typer.Option(metavar="TARGET", help="The target of the training, if its folder names none.")
+        str | None, typer.Option(metavar="TARGET", help="The training target, if the folder does not name it.")
     ] = None,
-    count: Annotated[int, typer.Option(help="Prompts that are answered.", min=6)] = diagnosis.PROMPTS,
+    count: Annotated[int, typer.Option(help="Number of prompts to answer.", min=6)] = diagnosis.PROMPTS,
     json_to: JsonTo = None,
 ) -> None:  # fmt: skip
     """Find out why a drafter accepts less than it could: template, temperature, end tokens, quantised target, layers
@@ -83,7 +83,7 @@ def diagnose(
 
 
 def _template(name: str | None) -> str | None:
-    """The text of a template's file; empty for `none`."""
+    """The text of a template file; empty for `none`."""
     if name in (None, "none"):
         return None if name is None else ""
     try:
@@ -99,15 +99,15 @@ def _drawn(task: str, count: int) -> Sequence[Prompt]:
 def _shown(result: Diagnosis) -> list[Any]:
     lines: list[Any] = [f"here      {_range(result.here)} tokens per step ({LEVEL:.0%} interval over prompts)"]
     if result.promised is not None:
-        lines.append(f"expected  {_range(result.promised)} on texts like those of the training")
+        lines.append(f"expected  {_range(result.promised)} on texts like those in training")
     if not result.causes:
-        lines.append("causes    none that costs a measurable number of tokens per step")
+        lines.append("causes none with a measurable cost in tokens per step")
     else:
         lines += [f"corrected {_range(result.corrected)} with everything below changed back", _table(result.causes)]
         lines += [f"to do     {cause.name}: {cause.advice}" for cause in result.causes]
     names = ", ".join(f"{cause.name} ({cause.here})" for cause in result.no_effect)
-    lines += [f"no effect {names}: differs from the training, without a measurable cost"] * bool(names)
-    return [*lines, f"tried     {result.num_tried} alternatives of settings that no checkpoint can vouch for"]
+    lines += [f"no effect {names}: differs from training, without a measurable cost"] * bool(names)
+    return [*lines, f"tried     {result.num_tried} alternatives of settings that no checkpoint records"]
 
 
 def _table(causes: Sequence[Cause]) -> console.PlainTable:

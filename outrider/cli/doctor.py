@@ -36,7 +36,7 @@ def doctor(
 
 
 def _speed_table() -> console.PlainTable:
-    """Time of matrix products, by number type and rows, and in training."""
+    """Time of matrix products by number type and rows, and in training."""
     measured = machine.matmul_times().ms
     columns = [*map(str, machine.ROWS), machine.TRAINING]
     heads = [*(f"{rows} row{'s' * (rows != 1)}" for rows in machine.ROWS), machine.TRAINING]
@@ -72,8 +72,8 @@ def examine() -> list[dict[str, Any]]:
     ready = prebuilt.path(kernels.source())
     add("kernels", f"prebuilt, {ready.stem}" if ready else "compiled on first use" if compiler else "none",
         ready is not None or compiler is not None, why)  # fmt: skip
-    is_whole = "whole, where requests allow it" if cuda or runner.is_on_disk() else "of several calls"
-    add("steps", is_whole if cuda else f"{is_whole}; `outrider compile --whole` builds packages of whole ones")
+    is_whole = "as whole steps where requests allow it" if cuda or runner.is_on_disk() else "of several calls"
+    add("steps", is_whole if cuda else f"{is_whole}; `outrider compile --whole` builds packages of whole steps")
     packages = [path.stat().st_size for path in fast.folder().glob("[!.]*.pt2")]
     add("compiled steps", f"{len(packages)} packages, {sized(sum(packages))} in {fast.folder()}")
     for extra, module, gain in (

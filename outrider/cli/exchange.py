@@ -88,7 +88,7 @@ def export(
 
 
 def is_target(name: str) -> bool:
-    """Whether a name is a target: `demo`, or a language model that names no target to draft for."""
+    """Whether a name is a target: `demo`, or a language model whose config does not name a target to draft for."""
     if name in catalog.NAMES and not Path(name).exists():
         return True
     if (files := locate(name)) is not None:

@@ -43,7 +43,7 @@ def gate(
 
     Exit code 0: yes, 1: no, 2: the reports can't be compared, 3: too few prompts to tell.
     """
-    # 1 means that the drafter must not ship, so all other errors are code 2
+    # 1 means that the drafter must not ship, so all other errors exit with 2
     try:
         place_of_json(json_to)
         for place in (junit, markdown):
@@ -80,8 +80,8 @@ def _say(outcome: GateOutcome) -> None:
     if outcome.sigma is not None and outcome.prompts_needed:
         needed = ", ".join(f"{prompts:,} for {loss:.0%}" for loss, prompts in outcome.prompts_needed)
         console.say(
-            f"speed     standard deviation {outcome.sigma:.3f} per prompt; prompts that show a loss in four of five "
-            f"runs, among {outcome.tests} tests: {needed}"
+            f"speed     standard deviation {outcome.sigma:.3f} per prompt; prompts needed to detect a loss in four of "
+            f"five runs, among {outcome.tests} tests: {needed}"
         )
     styles = {"pass": "green", "warn": "yellow", "underpowered": "yellow"}
     console.say(outcome.headline, styles.get(outcome.verdict, "bold white on red"))

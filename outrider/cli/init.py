@@ -105,7 +105,7 @@ def init(
         str | None, typer.Option("--from", metavar="DRAFTER", help="Trained drafter to fine-tune on the prompts.")
     ] = None,
     old: Annotated[
-        str | None, typer.Option(help="With --from: prompts like those of its training, so that it forgets less.")
+        str | None, typer.Option(help="With --from: prompts like those it was trained on, so that it forgets less.")
     ] = None,
 ) -> None:
     """Create a run file from options; missing ones are asked for.  Existing files are never overwritten.
@@ -120,7 +120,7 @@ def init(
         )
         return
     if old is not None:
-        raise ConfigError("--old is for the fine-tuning of a trained drafter; name it with --from, or leave --old out")
+        raise ConfigError("--old is for fine-tuning a trained drafter; name it with --from, or leave --old out")
     if minutes is not None and not 0 < minutes < math.inf:
         raise ConfigError(f"--minutes is {minutes:g}; give the time limit of the whole run in minutes, such as 15")
     target = target or _ask("target", "Target (folder, Hugging Face id, smollm2 or demo)", "demo")
@@ -135,7 +135,7 @@ def init(
     if target not in NAMES and (problem := missing_path(target)) is not None:
         raise ConfigError(f"--target: {problem}; give a folder, a Hugging Face id, or {' or '.join(NAMES)}")
     if data is not None and (data.startswith(BUILT_IN) or missing_path(data) is not None or Path(data).exists()):
-        next(read(Prepare(conversations=data, count=1)))  # raises for an invalid first row
+        next(read(Prepare(conversations=data, count=1)))  # raises if the first row is invalid
     if tasks is None:
         tasks = "stdlib" if minutes is None or target == "demo" else ",".join(INSTRUCTIONS)
     names = [task.strip() for task in tasks.split(",")]
@@ -158,9 +158,9 @@ def init(
 def _fine_tuned(
     place: Path, drafter: str, target: str | None, data: str | None, old: str | None, others: Mapping[str, object]
 ) -> None:  # fmt: skip
-    """Write the run file of a fine-tuning, and its prompts.  others: options that do not apply."""
+    """Write the run file of a fine-tuning run and its prompts.  others: options that do not apply."""
     if unused := [name for name, value in others.items() if value is not None]:
-        raise ConfigError(f"--{unused[0]} has no effect with --from, which decides it; leave it out")
+        raise ConfigError(f"--{unused[0]} has no effect with --from, which sets it; leave it out")
     if place.exists():
         raise ConfigError(f"{place} exists already; name another file, or edit that one")
     text, prompts = fine_tuning(
@@ -174,7 +174,7 @@ def _fine_tuned(
 
 
 def _budgeted(place: Path, values: dict[str, str], minutes: float, began: float) -> str:
-    """A run file sized for these minutes, including the time since `began`."""
+    """A run file sized for these minutes, which include the time since `began`."""
     on_paper = sketch(yaml.safe_load(values["target"]))
     budget.refuse_too_large(on_paper)
     length = min(LENGTH, on_paper.spec.context or LENGTH)

@@ -1,4 +1,4 @@
-"""The run file of a fine-tuning: a trained drafter learns from prompts of another kind, without forgetting its own."""
+"""The run file of a fine-tuning run: a trained drafter learns prompts of another kind without forgetting its own."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ evaluate:
   baselines: [{drafter}]  # the drafter before the fine-tuning, measured in the same run
 """
 MOST = 200
-"""Prompts of each kind that are answered, if there are as many."""
+"""Maximum number of prompts of each kind to answer."""
 EVERY = 5
-"""One in so many prompts is measured on, and not trained on."""
+"""Every n-th prompt is held out for measurement."""
 LEAST = 20
-"""Fewest prompts that are worth a fine-tuning."""
+"""Minimum number of prompts for fine-tuning."""
 
 
 class Split(NamedTuple):
@@ -56,9 +56,9 @@ class Split(NamedTuple):
     tasks: list[str]
     """Measured on."""
     prompts: int
-    """How many to train on."""
+    """Number of prompts to train on."""
     files: dict[Path, str]
-    """To be written, with their text."""
+    """Files to write, with their text."""
 
 
 def fine_tuning(
@@ -89,7 +89,7 @@ def _split(place: Path, name: str, data: str) -> Split:
     rows = list(_first_of_each(read(Prepare(conversations=data))))
     if len(rows) < LEAST:
         raise ConfigError(
-            f"{data} has {len(rows)} different first questions, and a fine-tuning needs at least {LEAST}; add prompts"
+            f"{data} has {len(rows)} different first questions, and fine-tuning needs at least {LEAST}; add prompts"
         )
     train, test = (place.with_name(f"{place.stem}.{name}.{part}.jsonl") for part in ("train", "test"))
     for file in (train, test):
@@ -101,7 +101,9 @@ def _split(place: Path, name: str, data: str) -> Split:
 
 
 def _first_of_each(conversations: Iterator[Conversation]) -> Iterator[dict[str, Any]]:
-    """Conversations with different first questions, as rows: those of one dialogue must be on one side."""
+    """Conversations with different first questions, as rows: all turns of a dialogue must be on the same side of the
+    split.
+    """
     before: set[str] = set()
     for conversation in conversations:
         opening = next(iter(conversation.questions), "")

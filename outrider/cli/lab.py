@@ -1,4 +1,4 @@
-"""`outrider lab layers` and `lab cues`: settings of the lab's methods, fitted to your prompts."""
+"""`outrider lab layers` and `lab cues`: settings of experimental methods, fitted to your prompts."""
 
 from __future__ import annotations
 
@@ -48,16 +48,18 @@ def lab_layers(
 def lab_cues(
     prompts: Prompts,
     out: Out,
-    small_model: Annotated[str, typer.Option(metavar="MODEL", help="Language model that writes after a cue word.")],
+    small_model: Annotated[str, typer.Option(metavar="MODEL", help="Language model that generates after a cue word.")],
     target: TargetName = "demo",
     words: Annotated[
         str | None, typer.Option(help="Words to rank, such as So,Then; default: those that begin sentences.")
     ] = None,
     calls: Annotated[int, typer.Option(help="Prompts to answer.")] = 32,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of an answer.")] = 128,
     json_to: JsonTo = None,
 ) -> None:
-    """Rank the words after which a small model can write alone; writes cues.json for the lossy verification `relay`."""
+    """Rank the words after which a small model can generate alone; writes cues.json for the lossy verification
+    `relay`.
+    """
     quiet()
     place_of_json(json_to)
     loaded = load_target(target)

@@ -1,4 +1,4 @@
-"""`outrider prepare FILE --look N`: texts as the target reads them, and which tokens train."""
+"""`outrider prepare FILE --look N`: texts as the target reads them, and which tokens are trained on."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from outrider.cli.console import say
 from outrider.runs.forecast.samples import Sample, samples
 
 OPEN, CLOSE = "«", "»"
-"""Marks around tokens that train, without colours."""
+"""Marks around tokens that are trained on, without colours."""
 
 
 def show_samples(file: Path, overrides: list[str], count: int) -> None:
-    """Print samples, with tokens that train in green or between « and »."""
+    """Print samples, with tokens that are trained on in green or between « and »."""
     marks = ("", "") if console.out.color_system else (OPEN, CLOSE)
     for number, sample in enumerate(samples(file, overrides, count)):
         say(f"{number + 1}. {sample.id}: {_facts(sample)}", "bold")
@@ -28,7 +28,7 @@ def show_samples(file: Path, overrides: list[str], count: int) -> None:
 def _facts(sample: Sample) -> str:
     parts = [f"{sample.trained} of {sample.tokens} tokens train"]
     if sample.unstable:
-        parts.append(f"{sample.unstable} answers do not: their bounds are ambiguous, or they were cut off")
+        parts.append(f"{sample.unstable} answers do not: their boundaries are ambiguous, or they were cut off")
     if not sample.is_answered:
-        parts.append("the target's answer will follow, and trains")
+        parts.append("the target's answer follows here and trains the drafter")
     return "; ".join(parts)

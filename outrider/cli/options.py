@@ -22,7 +22,7 @@ Overrides = Annotated[
 ]
 TargetName = Annotated[str, typer.Option("--target", help="`demo`, `smollm2`, a folder, or a Hugging Face id.")]
 DrafterName = Annotated[
-    str | None, typer.Option("--drafter", help="Drafter kind or checkpoint folder; without, no drafts.")
+    str | None, typer.Option("--drafter", help="Drafter kind or checkpoint folder; no drafts unless given.")
 ]
 DrafterSettings = Annotated[
     list[str] | None, typer.Option("--set", help="Drafter setting, key=value; can be repeated.")
@@ -35,7 +35,9 @@ JsonTo = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON; - is standard output.")
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Write more than 10 GB without asking.")]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Count unreadable rows instead of stopping at the first.")]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="Skip and count unreadable rows instead of stopping at the first.")
+]
 
 TARGET_OPTIONS = "name=target quantize activations tensor_parallel compile"
 DRAFTERS_OWN = {"name": "the drafter's own"}
@@ -50,10 +52,11 @@ class Fields(NamedTuple):
     names: str
     """Field names, as `field=option` where the option has another name."""
     section: str | None = None
-    """Section of a run file.  With it, the verb gets overrides such as `serve.port=0` for the options that were given;
-    without, a `schema`."""
+    """Section of a run file.  If set, the verb gets overrides such as `serve.port=0` for the options that were given;
+    otherwise it gets a `schema`.
+    """
     defaults: Mapping[str, Any] = {}
-    """Defaults of required fields; with a section, only the text shown as the default."""
+    """Defaults of required fields; with a section, they are only shown as the default."""
 
     def parameters(self) -> dict[str, inspect.Parameter]:
         """Field → the parameter of its option."""
@@ -78,7 +81,7 @@ class Fields(NamedTuple):
         return inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
     def value(self, parameters: Mapping[str, inspect.Parameter], values: Mapping[str, Any]) -> Any:
-        """What the verb gets.  values: by option."""
+        """Arguments for the verb.  values: by option."""
         fields = {}
         for field, parameter in parameters.items():
             if (value := values[parameter.name]) != parameter.default:
@@ -104,7 +107,7 @@ def _option_type(annotation: Any) -> Any:
 
 
 def with_options(verb: Callable[..., None]) -> Callable[..., None]:
-    """Decorator of a verb: options in place of its parameters annotated with `Fields`."""
+    """Decorator for a verb: replaces parameters annotated with `Fields` by options."""
     hints = get_type_hints(verb, include_extras=True)
     groups: dict[str, tuple[Fields, dict[str, inspect.Parameter]]] = {}
     signature: list[inspect.Parameter] = []

@@ -68,8 +68,9 @@ def parity(
     ] = None,
     json_to: JsonTo = None,
 ) -> None:
-    """Check that a drafter does not change the output.  Exit code 1 if a difference is more than rounding: a bug, a
-    different distribution, or a different text."""
+    """Check that a drafter does not change the output.  Exit code 1 if a difference can't be explained by rounding: a
+    bug, a different distribution, or a different text.
+    """
     place_of_json(json_to)
     if texts:
         _texts(texts, json_to)
@@ -123,7 +124,7 @@ def parity(
 
 
 def _of_run_file(file: Path, overrides: list[str] | None) -> tuple[TransformersTarget, Drafter, str, str | None]:
-    """The run's target, its (trained) drafter, the drafter's name, and its weights' checksum."""
+    """The run's target, its trained drafter, the drafter's name, and the checksum of its weights."""
     run, _ = load(file, overrides or [])
     loaded = target_of(run, Reporter())
     kind, settings = parted(run.drafter)
@@ -155,8 +156,8 @@ def _say_greedy(comparison: GreedyComparison) -> None:
     verdicts = Counter(pair.verdict for pair in comparison.pairs)
     say(
         f"          {verdicts['equal']} of {len(comparison.pairs)} texts equal, {verdicts['tie']} ties; margins are in "
-        f"units of {comparison.dtype} rounding, up to {comparison.allowed:g} is a tie; every drafted token is within "
-        f"{comparison.worst:.2f} of the most likely one"
+        f"units of {comparison.dtype} rounding, and at most {comparison.allowed:g} counts as a tie; every drafted "
+        f"token is within {comparison.worst:.2f} of the most likely one"
     )
     _say_verdict(comparison.verdict)
 
@@ -213,17 +214,21 @@ def lm_eval(
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts per task; all unless given.")] = None,
     include_path: Annotated[
         str | None,
-        typer.Option("--include-path", metavar="FOLDER", help="Folder with your own tasks; their Python code is run."),
+        typer.Option(
+            "--include-path", metavar="FOLDER", help="Folder with your own tasks; their Python code is executed."
+        ),
     ] = None,
     slots: Annotated[int, typer.Option(min=1, help="Concurrent prompts.")] = 1,
     chat: Chat = False,
     margin: Annotated[
         float, typer.Option(min=1e-6, help="Score difference that is considered equal; 0.01 is one point.")
     ] = 0.01,
-    max_gen_toks: Annotated[int, typer.Option(min=1, help="Longest answer of tasks without a limit.")] = 256,
+    max_gen_toks: Annotated[
+        int, typer.Option(min=1, help="Maximum tokens of an answer, for tasks that set no limit.")
+    ] = 256,
     json_to: JsonTo = None,
 ) -> None:
-    """Score tasks of lm-evaluation-harness without and with a drafter.  Exit code 1 if greedy answers or scores
+    """Score tasks of lm-evaluation-harness with and without a drafter.  Exit code 1 if greedy answers or scores
     differ."""
     # lm-eval reads it when imported; its progress bars would overwrite ours
     os.environ.setdefault("TQDM_DISABLE", "1")

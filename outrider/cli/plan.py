@@ -34,7 +34,7 @@ OPTIONS = " ".join(PlanOptions.model_fields)
 def plan(
     options: Annotated[PlanOptions, Fields(PlanOptions, OPTIONS)], checklist: Checklist = None, json_to: JsonTo = None
 ) -> None:
-    """Will speculation pay?  ENABLE (method and depth), BATCH INSTEAD or NEED DATA, and the number that decided.
+    """Will speculation pay?  ENABLE (method and depth), BATCH INSTEAD or NEED DATA, with the number that decided.
 
     With --checklist RUN: roll-out status of a run's drafter.  Exit code 0 only if everything is done.
     """

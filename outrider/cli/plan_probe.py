@@ -21,7 +21,7 @@ from outrider.report.parts import Range
 from outrider.targets.hf.transformers import TransformersTarget
 
 SHOWN = (1, 2, 4)
-"""Depths whose shares are printed; the JSON has all."""
+"""Number of depths whose shares are printed; the JSON has all of them."""
 
 
 def replayed(
@@ -35,7 +35,7 @@ def replayed(
     if why is not None:
         say(f"probe     none: {why}")
         return probed.summary(sample, options.probe, [], {}, why), {}
-    texts = f"{len(sample.questions)} of {sample.texts} requests with a text, seed {SEED}"
+    texts = f"{len(sample.questions)} of {sample.texts} requests with text, seed {SEED}"
     say(f"probe     {texts}, with {', '.join(names)}; answers of at most {MOST_NEW} tokens; loading {subject.target}")
     target = load(subject.target)
     drafters = {name: probe.drafter_of(subject, name, target, options.draft_model) for name in names}
@@ -57,7 +57,7 @@ def _run(
     before = f", {share.before} of them already stored" if share.before else ""
     say(f"          about {lasting(share.seconds)} for all{before}")
     if share.because is not None:
-        say(f"          the first {len(share.reads)} are replayed: {share.because}")
+        say(f"          only the first {len(share.reads)} are replayed: {share.because}")
     began = time.monotonic()
     with stopping("rerun the same command to resume"), bar("replays", len(share.reads) * len(drafters)) as update:
         records = probe.replay(target, drafters, share.reads, cached, update)
@@ -81,5 +81,5 @@ def show_probe(probed: Probed) -> None:
 
 
 def around(figure: Range) -> str:
-    """A figure with its interval, if it has one."""
+    """A figure with its interval, if there is one."""
     return f"{figure.center:.2f}" + ("" if figure.low is None else f" [{figure.low:.2f}, {figure.high:.2f}]")

@@ -8,7 +8,7 @@ from outrider.cli.plan_probe import around, show_probe
 from outrider.plan.schema import Once, Plan, Profile, Row
 
 SHOWN_DEPTHS = (1, 4, 7)
-"""Depths in the table of break-even points; the JSON has all."""
+"""Number of depths in the table of break-even points; the JSON has all of them."""
 
 
 def show_plan(plan: Plan) -> None:
@@ -65,7 +65,7 @@ def _loads(plan: Plan) -> console.PlainTable:
 
 
 def _placements(plan: Plan) -> console.PlainTable:
-    """Each method's drafter on the target's device, on one of its own, and on the CPU."""
+    """Each method's drafter on the target's device, on a device of its own, and on the CPU."""
     heads = ("devices", "speed-up", "tokens/s", "draft, ms", "memory", "texts fit")
     shown = console.table("drafter on", *heads, right=heads)
     for each in plan.placements:
@@ -92,13 +92,14 @@ def _points(plan: Plan) -> console.PlainTable:
     shown = console.table("method", *heads, right=heads)
     for point in (each for each in plan.break_even if each.depth in SHOWN_DEPTHS):
         chance = "never" if point.acceptance is None else f"{point.acceptance:.2f}"
-        up_to = "unknown" if point.pays is None else "any" if point.crossover is None else f"{point.crossover} at once"
+        load = "any" if point.crossover is None else f"{point.crossover} concurrent"
+        up_to = "unknown" if point.pays is None else load
         shown.add_row(point.method, str(point.depth), f"{point.tokens_per_step:.2f}", chance, up_to)
     return shown
 
 
 def _show_once(once: Once) -> None:
-    """Cost before serving: hours, bytes, money."""
+    """Up-front cost: hours, bytes, money."""
     shown = console.table("once", "takes", "money", right=("takes", "money"))
     shown.add_row("data", lasting(3600 * (once.data_hours or 0)), _money(once.data_money))
     shown.add_row("training", lasting(3600 * (once.training_hours or 0)), _money(once.training_money))
@@ -115,7 +116,7 @@ def _daily(plan: Plan) -> console.PlainTable:
     shown = console.table("a day at", *heads, right=heads)
     for cost in plan.costs:
         if cost.concurrency is None:
-            shown.add_row(f"x{cost.traffic:g}", "too much for the machine")
+            shown.add_row(f"x{cost.traffic:g}", "too large for this machine")
             continue
         hours, saved = cost.device_hours_per_day, cost.device_hours_saved_per_day
         shown.add_row(

@@ -39,7 +39,7 @@ def replay(
     ],
     plan: Annotated[Plan, Fields(Plan, OPTIONS)],
     against: Annotated[
-        str | None, typer.Option(metavar="URL[,URL…]", help="A server, or several to compare on the same requests.")
+        str | None, typer.Option(metavar="URL[,URL…]", help="One server, or several to compare on the same requests.")
     ] = None,
     format: Annotated[
         str | None, typer.Option(help="Format of the log; detected from its first row by default.")
@@ -100,11 +100,11 @@ def _send(
 
 
 SAVING = {"log", "format", "calls", "over", "save", "redact", "skip_bad"}
-"""Options that have an effect if nothing is sent."""
+"""Options that still apply when nothing is sent."""
 
 
 def _refuse_idle(context: typer.Context) -> None:
-    """ConfigError for options that have no effect with --save alone."""
+    """Raise ConfigError for options that have no effect with --save alone."""
     is_given = lambda name: getattr(context.get_parameter_source(name or ""), "name", None) == "COMMANDLINE"
     idle = [option.opts[0] for option in context.command.params if option.name not in SAVING and is_given(option.name)]
     if idle:
@@ -126,7 +126,7 @@ def _describe(trace: Trace) -> None:
     for reason, count in trace.left_out.items():
         _say(f"{count} rows left out: {reason}")
     if trace.num_synthetic:
-        _say(f"{trace.num_synthetic} calls have synthetic text of the log's lengths, so acceptance is meaningless")
+        _say(f"{trace.num_synthetic} calls have synthetic text of the lengths in the log, so acceptance is meaningless")
 
 
 # ── the report ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -147,12 +147,12 @@ def report(result: ReplayResult) -> None:
     if result.schedule_error_s is not None:
         late = result.schedule_error_s._asdict()
         message = ", ".join(f"{late[name] * 1e3:.1f} ms {name}" for name in ("p50", "p95", "p99", "most"))
-        _say(f"sent after the time due: {message}")
+        _say(f"sent late: {message}")
     for name, one in zip(names[1:], result.comparisons, strict=True):
         if one.answers is not None:
-            _say(_compared(f"answers of the {name} and of the first", one.answers))
+            _say(_compared(f"answers of the {name} compared with the first", one.answers))
     for url, compared in result.log_answers.items():
-        _say(_compared(f"answers of {url} and of the log", compared))
+        _say(_compared(f"answers of {url} compared with the log", compared))
     for endpoint in result.endpoints:
         for reason, message in endpoint.first_messages.items():
             if message != reason:
@@ -162,7 +162,7 @@ def report(result: ReplayResult) -> None:
 
 
 def rows(result: ReplayResult) -> list[list[str]]:
-    """Title and a cell per server; rows of means also have the ratios to the first server."""
+    """A title and a cell per server; rows of means also have ratios to the first server."""
     endpoints = result.endpoints
     rows = [
         ["calls sent", *(str(one.sent) for one in endpoints)],

@@ -20,7 +20,7 @@ Reports = Annotated[
     list[Path],
     typer.Argument(help="A report.json or its folder: one to render, several to compare.", show_default=False),
 ]
-Out = Annotated[Path | None, typer.Option(help="Page to write.", show_default="beside the report; comparison.html")]
+Out = Annotated[Path | None, typer.Option(help="Page to write.", show_default="next to the report; comparison.html")]
 
 
 def report(paths: Reports, out: Out = None, json_to: JsonTo = None) -> None:

@@ -23,7 +23,9 @@ from outrider.targets.load import load_target
 Look = Annotated[
     int | None,
     typer.Option(
-        min=1, metavar="N", help="Print N texts as the target reads them, and which tokens train; write nothing."
+        min=1,
+        metavar="N",
+        help="Print N texts as the target reads them, and which tokens are trained on; write nothing.",
     ),
 ]
 Force = Annotated[
@@ -42,7 +44,10 @@ Hardware = Annotated[
 Devices = Annotated[int, typer.Option(min=1, help="Number of accelerators for --hardware.")]
 Measure = Annotated[
     bool,
-    typer.Option("--measure", help="As --dry-run, and measure two steps: memory, time, which train.tokens fits."),
+    typer.Option(
+        "--measure",
+        help="Like --dry-run, but also measure two steps: memory, time, and the largest train.tokens that fits.",
+    ),
 ]
 
 
@@ -121,7 +126,7 @@ def _tracked(names: list[str] | None) -> list[str]:
 
 
 def _skipping(overrides: list[str] | None, skip_bad: bool) -> list[str]:
-    """Overrides, with that of `--skip-bad`."""
+    """Overrides, including that of `--skip-bad`."""
     return [*(overrides or ()), *(["prepare.skip_bad=true"] if skip_bad else [])]
 
 
@@ -151,13 +156,17 @@ def calibrate(
         typer.Argument(help="Folder of a drafter with a confidence head, or a published one's id.", show_default=False),
     ],
     prompts: Annotated[str, typer.Option(help="`stdlib`, or a file of held-out prompts.")] = "stdlib",
-    count: Annotated[int, typer.Option(min=2, help="Prompts: half to fit scales, half to measure the error.")] = 200,
+    count: Annotated[
+        int, typer.Option(min=2, help="Number of prompts: half to fit scales, half to measure the error.")
+    ] = 200,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
     temperature: Annotated[float, typer.Option(min=0)] = 1.0,
     target: Annotated[str | None, typer.Option(help="Location of the target, if it moved since training.")] = None,
-    shifts: Annotated[bool, typer.Option("--shifts/--no-shifts", help="Fit shifts of logits besides scales.")] = True,
+    shifts: Annotated[
+        bool, typer.Option("--shifts/--no-shifts", help="Fit shifts of logits as well as scales.")
+    ] = True,
     out: Annotated[
-        Path | None, typer.Option(help="New checkpoint, for a published drafter, which is not changed.")
+        Path | None, typer.Option(help="New checkpoint, for a published drafter, which is never modified.")
     ] = None,
     json_to: JsonTo = None,
 ) -> None:
@@ -170,7 +179,7 @@ def calibrate(
         if out is not None:
             raise ConfigError(f"{checkpoint} is a checkpoint, which is calibrated in place; leave out --out")
         raise ConfigError(
-            f"{checkpoint} is a published drafter, which is not changed; name a new checkpoint with --out"
+            f"{checkpoint} is a published drafter, which is never modified; name a new checkpoint with --out"
         )
     if out is not None and out.exists():
         raise ExportError(f"{out} exists already; name a new folder, or delete it first")

@@ -127,18 +127,18 @@ def _answer_clients(served: Served) -> None:
         remark = lambda text: console.remark(f"          {text}")
         http_server = server.Server(admission, service, post, remark, ready=lambda: say(line))
         server.run(http_server, sock)
-    say("          stopped" if http_server.unfinished else "          stopped; all requests that ran have ended")
+    say("          stopped" if http_server.unfinished else "          stopped; all running requests have finished")
 
 
 def _answer_file(served: Served, source: Path, to: Path) -> None:
     total, before = batch.check(source, to)
-    say(f"batch     {total} requests of {source}, {before} answered before; answers in {to}")
+    say(f"batch {total} requests from {source}, {before} already answered; answers go to {to}")
     if before == total:
         return
     with _service(served) as (service, post), bar("requests", total, before) as update:
         tell = lambda done, refused: update(before + done, f"{refused} refused" if refused else "")
         refused = batch.run(service, post, source, to, tell)
-    say(f"          {total - before} answered, {refused} of them with a refusal; {to}")
+    say(f"          {total - before} answered, {refused} of them refused; {to}")
 
 
 @contextmanager
@@ -149,14 +149,14 @@ def _service(served: Served) -> Iterator[tuple[Service, Post]]:
     log = RequestLog(None if path is None else Path(path), log_prompts=config.log_prompts, traces=traces)
     with log:
         machine.set_up_process()
-        # In a thread that ends: OpenMP keeps a pool per computing thread, and with more pool threads than cores,
+        # In a short-lived thread: OpenMP keeps a pool per computing thread, and with more pool threads than cores,
         # decoding threads sleep at every barrier instead of spinning, which makes a step six times as slow.
         with ThreadPoolExecutor(1, "outrider-load") as loading:
             service, post, learner = loading.submit(_loaded, served, printer, log).result()
         with ExitStack() as running:
             if learner is not None:
                 running.enter_context(learner)
-                say(f"learning  from what is served, version {learner.state.version}; log in {learner.folder.path}")
+                say(f"learning from served requests, version {learner.state.version}; log in {learner.folder.path}")
             running.enter_context(service.engine)
             _say_engine(service.engine, config)
             yield service, post
@@ -218,7 +218,7 @@ def _learned(served: Served) -> learning.Folder | None:
 def _drafter(
     served: Served, target: TransformersTarget, printer: Printer, learned: learning.Folder | None
 ) -> tuple[Drafter | None, str, list[str]]:
-    """The drafter, its label, and the names that a request may choose."""
+    """The drafter, its label, and the drafter names that a request may choose from."""
     if served.drafter is None:
         say("drafter   none: plain decoding, or drafts from a request's prediction")
         return None, "", []

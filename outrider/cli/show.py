@@ -57,7 +57,7 @@ def _print_run(file: Path, overrides: list[str], json_to: str | None) -> None:
 
 
 def _print_settings(words: list[str], markdown: bool, json_to: str | None) -> None:
-    """words: none or `all`, a section, a kind, or `drafter` and a kind."""
+    """words: nothing or `all`, a section, a kind, or `drafter` and a kind."""
     names = [word for word in words if word not in ("all", "drafter")]
     sections = [settings.section(name) for name in names] or settings.sections()
     if markdown:

@@ -22,7 +22,7 @@ from outrider.targets.remote.served import RunTarget, ServedTarget
 from outrider.training.fitting.calibrate import Calibration
 
 MUCH_BYTES = 10_000_000_000
-"""Size above which a confirmation is required."""
+"""Size above which confirmation is required."""
 
 
 class Printer(Reporter):
@@ -89,7 +89,7 @@ class Printer(Reporter):
 def why_slow() -> str:
     """Why work is slow on this machine, and what helps."""
     if measurements.is_busy():
-        return "Other programs keep this machine busy; end them and the run will speed up"
+        return "Other programs keep this machine busy; stop them and the run will speed up"
     return f"This machine is slow: {machine.describe()}; fewer train.steps, prepare.count or evaluate.prompts help"
 
 
@@ -110,7 +110,7 @@ class _Notes:
         mfu: float | None = None,
         left_out: int = 0,
     ) -> str:
-        # logged at some steps only, so the last figure is repeated
+        # logged only at some steps, so the last figure is repeated
         self.pace = f"{self.kind}{tokens_per_step:.2f} tokens per step" if tokens_per_step else self.pace
         self.use = f"{100 * mfu:.0f} % of FLOPs" if mfu else self.use
         now = time.monotonic()
@@ -127,11 +127,11 @@ class _Notes:
 
 
 def _resumed(plan: Plan) -> str:
-    """That an earlier run is resumed; empty if there is none."""
+    """Says that an earlier run is resumed; empty if there is none."""
     if not plan.done:
         return ""
     if plan.done >= plan.total:
-        return f"all {plan.total} {plan.unit} were done before"
+        return f"all {plan.total} {plan.unit} are already done"
     return f"resuming from {plan.unit.removesuffix('s')} {plan.done} of {plan.total}"
 
 
@@ -141,13 +141,13 @@ def _planned(plan: Plan) -> str:
             of = "" if plan.available in (None, plan.total) else f" of {plan.available}"
             by = f"; by {summary.many(len(plan.servers), 'server')}" if plan.servers else ""
             return (
-                f"prepare   {plan.total}{of} prompts from {plan.conversations}, {plan.done} answered before{by}; "
+                f"prepare   {plan.total}{of} prompts from {plan.conversations}, {plan.done} already answered{by}; "
                 f"at most {counted(plan.tokens)} tokens to generate, {sized(plan.size_bytes)} in {plan.folder}"
                 + (f"; not used: {_reasons(plan.dropped)}" if plan.dropped else "")
             )
         case events.Storing():
             return (
-                f"features  {plan.total} shards of {counted(plan.tokens)} tokens, {plan.done} written before; about "
+                f"features  {plan.total} shards of {counted(plan.tokens)} tokens, {plan.done} already written; about "
                 f"{sized(plan.size_bytes)} in {plan.folder}, {sized(plan.free_bytes)} free"
             )
         case events.TrainingPlan(model=model, source=source):
@@ -181,11 +181,11 @@ def _reasons(dropped: Mapping[str, int]) -> str:
 def _say_prepared(prepared: events.Prepared, took: str) -> None:
     if prepared.left_out:
         say(f"          {len(prepared.left_out)} rows left out; the first: {prepared.left_out[0]}")
-    say(f"          {prepared.answers} answers, {counted(prepared.tokens)} tokens to learn, {took}; in {prepared.path}")
+    say(f"          {prepared.answers} answers, {counted(prepared.tokens)} training tokens, {took}; in {prepared.path}")
     if prepared.unstable:
         say(
-            f"          {prepared.unstable} answers of the source do not train: their bounds are ambiguous, or they "
-            "were cut off"
+            f"          {prepared.unstable} answers from the source are not trained on: their boundaries are "
+            "ambiguous, or they were cut off"
         )
     if prepared.unanswered:
         why = "refused by the chat template, too long, or the source has none"
@@ -199,8 +199,8 @@ def _say_prepared(prepared: events.Prepared, took: str) -> None:
         say(f"          {count} answers by {url}")
     if prepared.retokenised:
         say(
-            f"          {prepared.retokenised} answers came as text: their token ids are from the tokenizer, not the "
-            "model"
+            f"          {prepared.retokenised} answers arrived as text: their token ids come from the tokenizer, not "
+            "from the model"
         )
     if prepared.truncated:
         say(
@@ -208,7 +208,7 @@ def _say_prepared(prepared: events.Prepared, took: str) -> None:
             "token"
         )
     if prepared.others:
-        why = "not in this run (edited since, or another run's); they do not train"
+        why = "not in this run (edited since, or from another run); they are not trained on"
         say(f"          {prepared.others} answers to prompts that are {why}")
 
 

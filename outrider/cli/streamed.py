@@ -29,7 +29,7 @@ class Pace(NamedTuple):
     tokens: int
     steps: int
     tokens_per_s: float | None
-    """After the first step, so the prefill does not count; None with a single step."""
+    """Measured after the first step, so it excludes the prefill; None with a single step."""
 
 
 def load(
@@ -49,7 +49,7 @@ def load(
 
 
 def timed(pieces: Iterable[Piece], show: Callable[[Piece], None] = lambda piece: None) -> Pace:
-    """Generate, and show every piece; printing time does not count."""
+    """Generate and show every piece; printing time is not counted."""
     tokens: list[int] = []
     seconds, began = 0.0, time.perf_counter()
     for piece in pieces:

@@ -26,10 +26,10 @@ def tasks(data: Data = None, json_to: JsonTo = None) -> None:
     if json_to != "-":
         console.show(_table(entries, data is not None))
         sets = f"Also: {', '.join(BUILT_IN)}, and any FILE.jsonl or FILE.txt"
-        console.say(f"prompts: used by the published evaluation, of all there are.  {sets}", "dim")
+        console.say(f"prompts: the number used by the published evaluation, of the total.  {sets}", "dim")
         if data is not None:
             held = sum(entry["found"] is not None for entry in entries)
-            console.say(f"{data} holds {held} of {len(entries)}; the others come from where they are published")
+            console.say(f"{data} has {held} of {len(entries)}; the others are downloaded from their publishers")
     write_json(json_to, entries)
 
 

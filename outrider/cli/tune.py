@@ -1,4 +1,4 @@
-"""`outrider tune`: how much an engine should speculate at which load."""
+"""`outrider tune`: how much an engine should speculate at each load."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tune(
     log: Annotated[
         Path, typer.Argument(help="Recorded requests; docs/replay.md lists the formats.", show_default=False)
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where every measurement and tune.json go.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder for all measurements and tune.json.")],
     draft: Annotated[str | None, typer.Option(metavar="DIR", help="Exported folder; or ngram, suffix, mtp.")] = None,
     engine: Annotated[str | None, typer.Option(help="Engine to start, once for each draft length.")] = None,
     start: Annotated[
@@ -37,16 +37,16 @@ def tune(
     ] = None,
     url: Annotated[
         list[str] | None,
-        typer.Option("--url", metavar="TOKENS=URL", help="Running server to use instead; once for each length."),
+        typer.Option("--url", metavar="TOKENS=URL", help="Running server to use instead; repeat it for each length."),
     ] = None,
     tokens: Annotated[str, typer.Option(help="Draft lengths; 0 is no speculation.")] = "0,1,2,3,5",
     loads: Annotated[str, typer.Option(help="Concurrent requests.")] = "1,2,4,8,16,32,64",
     widths: Annotated[str, typer.Option(help="Widths of trees.")] = "1",
     cutoffs: Annotated[str | None, typer.Option(help="Confidence cut-offs.")] = None,
-    rounds: Annotated[int, typer.Option(help="How often everything is measured.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Number of times everything is measured.")] = 2,
     calls: Annotated[int, typer.Option(help="Requests per measurement; at least eight per caller.")] = 32,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
-    margin: Annotated[float, typer.Option(help="Smallest gain for which the length changes.")] = 0.02,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of an answer.")] = 128,
+    margin: Annotated[float, typer.Option(help="Minimum gain for which the length changes.")] = 0.02,
     largest: Annotated[int, typer.Option(help="Highest load in the tables.")] = 1024,
     target: TargetOption = None,
     tensor_parallel: ParallelOption = 1,
@@ -54,12 +54,12 @@ def tune(
     python: PythonOption = None,
     engine_version: VersionOption = None,
     health: Annotated[str, typer.Option(help="Path that returns 200 once a --start server is ready.")] = "/health",
-    ready: Annotated[float, typer.Option(help="Longest start, in seconds.")] = 900.0,
+    ready: Annotated[float, typer.Option(help="Maximum startup time in seconds.")] = 900.0,
     completions: Annotated[bool, typer.Option("--completions", help="Send messages as a prompt.")] = False,
     key_from: KeyFrom = None,
     json_to: JsonTo = None,
 ) -> None:
-    """Measure which draft length pays at which load, and write the tables that engines read."""
+    """Measure which draft length pays off at each load, and write the tables that engines read."""
     quiet()
     place_of_json(json_to)
     servers = _servers(url)
@@ -121,7 +121,7 @@ def _servers(urls: list[str] | None) -> dict[int, str]:
 
 
 def _report(points: list[Point], choice: Choice) -> None:
-    """Tokens per second by load and arm, and what is chosen."""
+    """Tokens per second by load and arm, and the chosen arm."""
     arms = sorted({point.arm for point in points}, key=Arm.order)
     columns = ("at once", *(_name(arm) for arm in arms), "best", "of none")
     shown = table(*columns, right=columns)
@@ -132,10 +132,12 @@ def _report(points: list[Point], choice: Choice) -> None:
         shown.add_row(str(gain.load), *row, str(gain.tokens), f"{gain.ratio:.2f}{around}")
     console.show(shown)
     lengths = ", ".join(f"{one.tokens} from {one.first} on" for one in choice.ranges)
-    pays = "pays at every load measured" if choice.pays_to is None else f"pays up to {choice.pays_to} requests at once"
+    pays = (
+        "pays at every load measured" if choice.pays_to is None else f"pays for up to {choice.pays_to} requests at once"
+    )
     if choice.pays_to == 0:
         pays = f"does not pay at any load measured{tuning.not_paying(choice.best_ratio)}"
-    for line in (f"tokens a step: {lengths}; speculation {pays}", *choice.notes):
+    for line in (f"tokens per step: {lengths}; speculation {pays}", *choice.notes):
         say(f"          {line}")
 
 

@@ -69,16 +69,16 @@ def verify_export(
             written = parity.write_verified(folder, outcome)
             say(f"          written to {written}")
             if written.name == MANIFEST and not card.write(folder):
-                remark(f"          {folder / card.NAME} was edited and is not changed")
+                remark(f"          {folder / card.NAME} was edited, so it is not changed")
         except (OSError, ValueError, TypeError, AttributeError) as error:  # the result was already printed
-            remark(f"          not noted in {folder}: {error}", "yellow")
+            remark(f"          could not record the result in {folder}: {error}", "yellow")
     if outcome.is_equal is False or outcome.causes or outcome.error:
         raise typer.Exit(1)
 
 
 def _print(parity: Parity) -> None:
     where = f"{parity.engine} {parity.version or ''}".rstrip() + (f" on {parity.platform}" if parity.platform else "")
-    say(f"verify    {parity.kind} as {parity.format}, {parity.length} tokens a step, in {where}")
+    say(f"verify    {parity.kind} as {parity.format}, {parity.length} tokens per step, in {where}")
     for warning in parity.warnings:
         say(f"          {warning}", "yellow")
     if parity.error is not None:
@@ -90,7 +90,7 @@ def _print(parity: Parity) -> None:
     if parity.stage is not None:
         say(f"          the first stage whose output differs: {parity.stage[0]}, by {parity.stage[1]:.2g} of its size")
     if parity.guesses:
-        say("cause     not in the folder, which reads as it should; what would explain the engine's steps:", "yellow")
+        say("cause     not in the folder, which is read correctly; what would explain the engine's steps:", "yellow")
         for name, what, share in parity.guesses:
             say(f"          {share:7.1%}  {name}: {what}")
     if parity.engine_stage is not None:
@@ -98,7 +98,7 @@ def _print(parity: Parity) -> None:
         what = f"unlike the folder from {name} on, by {away:.2g} of its size"
         say(f"modules   the engine's outputs are {what}", "red")
     elif parity.stages:
-        say(f"modules   {parity.stages} stages of the engine's own first draft are as in the folder")
+        say(f"modules   {parity.stages} stages of the engine's own first draft match the folder")
     if parity.version is None and not parity.causes:
         say("          nothing in the folder changes a drafted token; texts and acceptance: not measured")
 
@@ -119,5 +119,5 @@ def _print_depths(parity: Parity) -> None:
             str(number), f"{depth.ours:.4f}", f"{depth.engine:.4f}", f"{depth.engine - depth.ours:+.4f}", word
         )
     console.show(shown)
-    result = "the engine drafts what we draft" if parity.is_equal else "the engine drafts other tokens"
+    result = "the engine drafts the same tokens as we do" if parity.is_equal else "the engine drafts other tokens"
     say(f"result    {result}", None if parity.is_equal else "red")

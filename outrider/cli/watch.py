@@ -36,17 +36,18 @@ def watch(
         str | None, typer.Option(help="Rows of the report to compare with; the lead rows unless given.")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="Of the traffic, so of the rows to compare with; the lead rows' unless given.")
+        float | None,
+        typer.Option(help="Temperature of the traffic; rows at it are compared. Defaults to that of the lead rows."),
     ] = None,
     every: Annotated[float, typer.Option(help="Seconds between readings.")] = 5.0,
     for_s: Annotated[float | None, typer.Option("--for", help="Stop after this many seconds.")] = None,
     once: Annotated[
-        bool, typer.Option("--once", help="One reading: since the server started, or over --for seconds.")
+        bool, typer.Option("--once", help="Take one reading: since the server started, or over --for seconds.")
     ] = False,
     log: Annotated[Path | None, typer.Option(help="Append a JSON line per reading to this file.")] = None,
     json_to: JsonTo = None,
 ) -> None:
-    """Monitor a server's acceptance; warn, and exit with 1, if it leaves the interval of its release."""
+    """Monitor a server's acceptance; warn and exit with 1 if it leaves the release interval."""
     if every < 0.1 or (for_s is not None and for_s <= 0):
         raise ConfigError(
             "--every must be at least 0.1 s and --for above 0 s, got "
@@ -92,14 +93,14 @@ def _say_head(what: str, promised: Release | None) -> None:
 
 def _standing_text(side: int | None, window: Window, promised: Release | None) -> Text:
     if promised is not None and (window.stats.tokens_per_step is None or window.steps <= 0):
-        return Text("nothing was decoded, so nothing can be compared")
+        return Text("nothing was decoded, so there is nothing to compare")
     return _side_text(side, promised, f"inside the release's interval, as far as {window.steps:,} steps can tell")
 
 
 def _side_text(side: int | None, promised: Release | None, inside: str, since: str = "") -> Text:
-    """On which side of the release's interval the server is.  inside: the text if it is within."""
+    """Which side of the release interval the server is on.  inside: the text if it is within."""
     if promised is None:
-        return Text("no release to compare with; --release report.json names it", overflow="fold")
+        return Text("no release to compare with; name one with --release report.json", overflow="fold")
     if side is None:
         return Text(INCOMPARABLE, overflow="fold")
     if side == 0:
@@ -111,11 +112,11 @@ def _side_text(side: int | None, promised: Release | None, inside: str, since: s
 def _live(
     url: str, promised: Release | None, every: float, for_s: float | None, log: Path | None
 ) -> tuple[dict[str, Any], bool]:
-    """Readings until --for is over or Ctrl-C; returns the last as JSON, and whether there was an alarm."""
+    """Take readings until --for expires or Ctrl-C; returns the last one as JSON, and whether there was an alarm."""
     alarmed, view, views = False, None, watch_server(url, promised, every, for_s)
     with _opened(log) as lines:
         _say_head(
-            f"{next(views).counters.server} at {address_of(url).shown}, every {every:g} s; Ctrl-C ends it", promised
+            f"{next(views).counters.server} at {address_of(url).shown}, every {every:g} s; Ctrl-C stops it", promised
         )
         with Live(console=console.out, auto_refresh=False, transient=False) as screen, suppress(KeyboardInterrupt):
             for view in views:
@@ -157,10 +158,10 @@ def _status_text(view: View, promised: Release | None) -> Text:
         return Text(f"AWAY      {view.away}", "bold white on red", overflow="fold")
     inside = f"inside    {100 * view.evidence:.0f} % of the evidence for an alarm"
     if view.steps_to_notice is None:
-        inside += "; a drop of 10 % lies inside the release's interval: release with more prompts to notice it"
+        inside += "; a drop of 10 % lies inside the release's interval: release with more prompts to detect it"
     elif view.ten_minutes.steps:
         wait_s = view.steps_to_notice * view.ten_minutes.seconds / view.ten_minutes.steps
-        inside += f"; at this traffic a drop of 10 % is noticed in about {lasting(wait_s)}"
+        inside += f"; at this traffic a drop of 10 % is detected in about {lasting(wait_s)}"
     since = time.strftime("%H:%M:%S", time.localtime(view.side_since_s))
     return _side_text(view.side, promised, inside, f", found at {since}")
 

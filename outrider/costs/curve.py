@@ -12,7 +12,7 @@ class Curve:
     """Seconds of a step at one batch size, by depth: trimmed means of recent samples, made monotone in depth."""
 
     WINDOW, AGE = 32, 512
-    """Most samples per depth; steps after which samples are dropped if other depths have newer ones."""
+    """Maximum number of samples per depth; steps after which samples are dropped if other depths have newer ones."""
 
     def __init__(self, untried: list[int], age: float = AGE):
         self.age = age

@@ -11,7 +11,7 @@ from outrider.costs.passes import PassSeconds
 from outrider.costs.stored import NO_SECONDS, RunnerSeconds
 
 FIRST = 8
-"""Most nodes of the first draft to try; deeper drafts follow if its times suggest that they pay."""
+"""Maximum number of nodes of the first draft to try; deeper drafts follow if its times suggest that they pay."""
 
 
 class StepSize(NamedTuple):

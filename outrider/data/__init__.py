@@ -1,1 +1,1 @@
-"""From conversations to the target's answers to features; only token ids are stored on disk."""
+"""From conversations to the target's answers to features; by default, only token ids are stored on disk."""

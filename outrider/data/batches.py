@@ -27,7 +27,7 @@ class TextFeatures(ABC):
     order: Texts
     target: Target
     reading_s: tuple[float, float] = (0.0, 0.0)
-    """Seconds that the target has read texts so far, and still will, if each text is read once."""
+    """Seconds that the target has spent reading texts and will still spend, if each text is read once."""
     taps: tuple[int, ...]
     _process: tuple[int, int] | None = None
     """Rank of this process and number of processes, if several share the rows of a batch."""
@@ -35,7 +35,8 @@ class TextFeatures(ABC):
     """This process's positions of each row, if several processes share a row."""
 
     def share(self, rank: int, count: int, stripe: Stripe | None = None) -> None:
-        """From now on return every `count`-th row of a batch, from row `rank` on, with the taps of these positions.
+        """From now on, return every `count`-th row of a batch, starting at row `rank`, with the taps of these
+        positions.
 
         Raises DataError if a packed batch may have fewer rows than there are processes.
         """
@@ -101,7 +102,7 @@ class TextFeatures(ABC):
 
     @functools.cached_property
     def counts(self) -> Tensor:
-        """[V] int64, how often each token trains."""
+        """[V] int64, how often each token is trained on."""
         return self.order.counts(self.target.spec.vocabulary)
 
     @property

@@ -23,7 +23,7 @@ BUILT_IN = ("stdlib:", "instructions:", "packages:")
 
 
 class Source(Base):
-    """One source of conversations: a data set of the hub (`name`), or a file or folder (`path`)."""
+    """One source of conversations: a data set on the hub (`name`), or a file or folder (`path`)."""
 
     name: str | None = None
     """A Hugging Face data set, such as `mlabonne/open-perfectblend`."""
@@ -31,17 +31,17 @@ class Source(Base):
     """`stdlib:train`, `instructions:train`, `packages:NAME,…`, FILE.jsonl, FILE.json, FILE.parquet, FILE.txt, or a
     folder of such files."""
     config: str | None = None
-    """Configuration of a data set that has several."""
+    """Configuration, for a data set that has several."""
     split: str = "train"
     """Split of a data set."""
     revision: str | None = None
-    """Commit, tag or branch of a data set; its newest unless given."""
+    """Commit, tag or branch of a data set; defaults to the newest."""
     answers: str | None = None
     """The output file of a Batch with `path` as its input; answers are joined by `custom_id`."""
     weight: PositiveFloat | None = None
     """Relative share of this source; if any source has a weight, the others have weight 1."""
     count: PositiveInt | None = None
-    """Maximum number of conversations of this source; all unless given, of `stdlib` and `packages` 1,000."""
+    """Maximum number of conversations from this source; by default all, or 1,000 of `stdlib` and `packages`."""
 
     @property
     def is_built_in(self) -> bool:
@@ -65,21 +65,24 @@ class Config(Base):
     REMOVED: ClassVar[Mapping[str, str]] = {"rotate": "use 'feature_encoding' instead"}
 
     conversations: str = LIBRARY
-    """`stdlib:train` (Python, for the demo target), `instructions:train` (for chat models: 720 of chat, code, maths,
-    rewriting and more, then in turn one of them again and a question about a function of the standard library),
-    `packages:NAME,…` (the source of installed packages), FILE.jsonl, FILE.json, FILE.parquet,
+    """`stdlib:train` (Python, for the demo target), `instructions:train` (for chat models: 720 prompts for chat, code,
+    maths, rewriting and more, then alternately one of them again and a question about a function of the standard
+    library), `packages:NAME,…` (the source of installed packages), FILE.jsonl, FILE.json, FILE.parquet,
     FILE.txt, a folder, or a Hugging Face data set."""
     split: str = "train"
     """Split of a Hugging Face data set."""
     held_out: Source | None = None
-    """Conversations whose answers never train; acceptance in serving is compared with acceptance on them.  By default,
-    `train.held_out` answers are split from the others; set it if the evaluation's texts are of another kind."""
+    """Conversations whose answers are never trained on; acceptance in serving is compared with acceptance on them.  By
+    default, `train.held_out` answers are split off from the others; set it if the evaluation's texts are of another
+    kind.
+    """
     sources: tuple[Source, ...] = ()
     """Several sources in place of `conversations`, mixed and shuffled; see docs/data.md."""
     count: PositiveInt | None = None
-    """Number of conversations used, chosen by the seed; all unless given, of `stdlib` and `packages` 1,000."""
+    """Number of conversations used, chosen by the seed; by default all, or 1,000 of `stdlib` and `packages`."""
     deduplicate: Literal["exact", "near", "off"] = "off"
-    """Leave out conversations that ask the same: with equal texts (exact), or also with nearly equal ones (near)."""
+    """Leave out conversations that ask the same thing: with equal texts (exact), or also with nearly equal ones (near).
+    """
     min_characters: NonNegativeInt = 0
     """Minimum number of characters of the user's messages; shorter conversations are left out."""
     max_characters: PositiveInt | None = None
@@ -87,25 +90,25 @@ class Config(Base):
     decontaminate: bool = True
     """Leave out conversations that share a question with a prompt of `evaluate.tasks`."""
     thinking: Literal["on", "off", "keep"] = "keep"
-    """Whether the target thinks first, if its chat template has `enable_thinking`; keep leaves it to the template."""
+    """Whether the target thinks first, if its chat template has `enable_thinking`; keep uses the template's default."""
     length: PositiveInt = 4096
     """Maximum number of tokens of one text; longer ones are cut."""
     regenerate: bool = True
-    """Let the target write the answers, which a drafter learns best; false keeps the answers of the sources."""
+    """Let the target generate the answers, which a drafter learns best; false keeps the answers in the sources."""
     max_new_tokens: PositiveInt = 512
     """Maximum number of tokens of an answer."""
     temperature: NonNegativeFloat = 0.7
     """Temperature of the answers; 0 is greedy."""
     top_p: float = Field(0.8, gt=0, le=1)
-    """Answers are drawn from the fewest most likely tokens whose probabilities sum to this; 1 keeps all."""
+    """Answers are sampled from the smallest set of most likely tokens whose probabilities sum to this; 1 keeps all."""
     top_k: NonNegativeInt = 20
-    """Answers are drawn from this many most likely tokens; 0 keeps all."""
+    """Answers are sampled from this many most likely tokens; 0 keeps all."""
     seed: int = 0
     """Random seed; equal seeds give equal answers."""
     slots: PositiveInt = 16
     """Number of answers generated at the same time."""
     folder: str | None = None
-    """Folder of the answers; runs that name the same folder share them.  The run's folder unless given."""
+    """Folder of the answers; runs that name the same folder share them.  Defaults to the run's folder."""
     ngram_hashes: bool = True
     """Store hashes of prompts and answers, to check later what a drafter was trained on; see docs/overlap.md."""
     skip_bad: bool = False
@@ -113,25 +116,28 @@ class Config(Base):
     servers: tuple[str, ...] = ()
     """Addresses of servers with OpenAI's API that answer in place of a local target; see docs/data.md."""
     model: str | None = None
-    """The target's name on the servers; the first model of the first server unless given."""
+    """The target's name on the servers; defaults to the first model of the first server."""
     ask: Literal["tokens", "chat"] = "tokens"
-    """What servers are sent: token ids rendered here by the target's chat template, or messages for their template."""
+    """What is sent to servers: token ids rendered here with the target's chat template, or messages for their own
+    template.
+    """
     key_from: str | None = None
     """Environment variable with the servers' API key."""
     in_flight: PositiveInt = 32
     """Number of concurrent requests per server."""
     attempts: PositiveInt = 5
-    """Number of attempts after which a prompt has failed."""
+    """Number of attempts after which a prompt counts as failed."""
     timeout_s: PositiveFloat = 1200
     """Maximum time for one answer, in seconds."""
     patience_s: PositiveFloat = 600
     """Seconds without an answer from any server after which the run stops."""
     features: Literal["live", "cached", "engine", "text"] = "live"
     """Where training gets the target's states: passes during training, files that `outrider prepare` writes, or files
-    written by a vLLM server; see docs/features.md.  text: nowhere; the token that follows in the text is the teacher,
-    for drafters that read no states."""
+    written by a vLLM server; see docs/features.md.  text: no states; the next token of the text is the teacher, for
+    drafters that read no states.
+    """
     feature_folder: str | None = None
-    """Folder of these files; `features` in the answers' folder unless given."""
+    """Folder of these files; defaults to `features` in the answers' folder."""
     feature_server: str | None = None
     """URL of the vLLM server that computes states, for `features: engine`."""
     feature_encoding: Literal["bf16", "int8", "int4"] = "int8"
@@ -153,7 +159,7 @@ class Config(Base):
     def _is_local(cls, folder: str | None) -> str | None:
         if folder is not None and "://" in folder:
             raise ValueError(
-                "a bucket must be mounted first, such as with rclone mount; give the folder it is mounted at"
+                "a bucket must be mounted first, for example with rclone mount; give the folder it is mounted at"
             )
         return folder
 
@@ -202,6 +208,6 @@ class Config(Base):
 
 
 def source_named(text: str, split: str = "train") -> Source:
-    """The source that a text names: built in, a file or folder, or else a data set of the hub."""
+    """The source that a text names: built in, a file or folder, or otherwise a data set on the hub."""
     is_path = text.startswith(BUILT_IN) or is_local(text)
     return Source(path=text, split=split) if is_path else Source(name=text, split=split)

@@ -1,4 +1,4 @@
-"""Packs texts into the rows of a batch, with little padding and within a token budget.
+"""Packs texts into the rows of a batch with little padding and within a token budget.
 
 Each text has positions from 0 and attends only to itself: `Batch.documents` distinguishes the texts of a row.
 """

@@ -1,9 +1,9 @@
-"""Renders conversations as the target's tokens and decides which of them train.
+"""Renders conversations as the target's tokens and decides which tokens are trained on.
 
 If the chat template marks what the assistant generates (`{% generation %}`), the marks decide.  Otherwise an answer is
-what follows its prompt, and trains if the prompt, as an engine renders it, is a prefix of the whole.  If a boundary is
-uncertain (a template that rewrites earlier turns, a token on both sides), or an answer spells the token that ends a
-turn, the answer does not train and is counted.
+what follows its prompt, and is trained on if the prompt, as an engine renders it, is a prefix of the whole.  If a
+boundary is uncertain (a template that rewrites earlier turns, a token on both sides), or an answer spells out the token
+that ends a turn, the answer is counted and not trained on.
 """
 
 import hashlib
@@ -25,12 +25,12 @@ MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Rendered(NamedTuple):
-    """Token ids, and the spans [start, end) of them that train."""
+    """Token ids, and the spans [start, end) of them that are trained on."""
 
     tokens: list[int]
     learn: list[tuple[int, int]]
     unstable: int = 0
-    """Number of answers that do not train, since their boundaries are uncertain."""
+    """Number of answers that are not trained on because their boundaries are uncertain."""
 
 
 def template_hash(tokenizer: Any) -> str | None:
@@ -55,7 +55,7 @@ def check_template(
 ) -> None:  # fmt: skip
     """Raises DataError with file and line if the chat template refuses a prompt of this conversation.
 
-    answered: also check it with its answers from the source, which then train.
+    answered: also check it with its answers from the source, which are then trained on.
     """
     messages: list[Mapping[str, Any]] = []
     variables = _variables(thinking)
@@ -67,7 +67,7 @@ def check_template(
     for message in conversation.messages:
         if message["role"] == "assistant":
             continue
-        if messages and messages[-1]["role"] == "user":  # stands for the target's answer, which is not known yet
+        if messages and messages[-1]["role"] == "user":  # stands in for the target's answer, which is not known yet
             messages.append({"role": "assistant", "content": "yes"})
         messages.append(message)
         if message["role"] == "user" and getattr(tokenizer, "chat_template", None) is not None:
@@ -78,9 +78,11 @@ def check_template(
 def render(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], length: int, thinking: bool | None = None, tools: Tools = ()
 ) -> Rendered:
-    """A whole conversation as tokens, cut at `length`; the assistant's turns train, including their end tokens."""
+    """A whole conversation as tokens, cut at `length`; the assistant's turns, including their end tokens, are trained
+    on.
+    """
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
-    if not last:  # a greeting answers nothing, and there is no prompt before it
+    if not last:  # a greeting is not an answer: there is no prompt before it
         return Rendered([], [])
     messages = messages[: last + 1]
     sure = [{**message, "weight": 0} if _runs_on(tokenizer, message) else message for message in messages]
@@ -123,7 +125,7 @@ def _by_marks(tokenizer: Any, messages: chat.Messages, tools: Tools, variables: 
 
 
 def _trains(message: Mapping[str, Any]) -> bool:
-    """Whether an answer trains: with weight 0 it is only part of the prompt of later ones."""
+    """Whether an answer is trained on: with weight 0 it is only part of the prompt of later ones."""
     return message.get("weight") != 0
 
 

@@ -1,6 +1,6 @@
 """Splits answers into training and held-out ones; conversations with the same opening stay together.
 
-A request log has a conversation of five turns five times, each time with one more turn.
+A request log contains a five-turn conversation five times, each time with one more turn.
 """
 
 import numpy as np

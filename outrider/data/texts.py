@@ -1,4 +1,4 @@
-"""The texts of a training and the order of its batches, which depends only on seed and step."""
+"""The texts of a training run and the order of its batches, which depends only on seed and step."""
 
 import functools
 from array import array
@@ -15,7 +15,7 @@ from outrider.decoding.draft import padded
 from outrider.errors import DataError
 
 MIN_LEARNT = 4
-"""Texts with fewer tokens to learn are left out and counted."""
+"""Texts with fewer tokens to train on are left out and counted."""
 BUFFER = 8
 """Number of shards whose texts are shuffled together."""
 
@@ -28,7 +28,7 @@ class Texts:
     ):  # fmt: skip
         """length: maximum tokens per text.  budget: maximum tokens per packed batch.
 
-        Raises DataError if no text has enough tokens to learn, or one is longer than the budget.
+        Raises DataError if no text has enough tokens to train on, or one is longer than the budget.
         """
         self.answers, self.size, self._seed, self.budget = CutAnswers(answers, length), batch, seed, budget
         self.left_out = len(answers) - len(self.answers)
@@ -60,7 +60,7 @@ class Texts:
         return -(-len(self.answers) // self.size)
 
     def counts(self, vocabulary: int) -> Tensor:
-        """[V] int64, how often each token trains."""
+        """[V] int64, how often each token is trained on."""
         counts, learnt = torch.zeros(vocabulary, dtype=torch.int64), list[int]()
         for number, text in enumerate(self.answers, 1):
             for start, end in text.learn:
@@ -74,7 +74,7 @@ class Texts:
         """The texts of optimiser step `step`."""
         epoch, place = divmod(step, self.steps_per_pass)
         order = self._order.get(epoch)
-        if order is None:  # no lock: two threads may be here, each for another pass
+        if order is None:  # no lock: two threads may be here, but never for the same pass
             order = self._shuffled(epoch)
             self._order = {epoch: order}
         return order[place * self.size : (place + 1) * self.size]
@@ -144,7 +144,7 @@ class Texts:
 
 
 class CutAnswers(Sequence[Answer]):
-    """Answers cut to a length on access, without those that have too few tokens to learn.
+    """Answers cut to a length on access, without those that have too few tokens to train on.
 
     Takes 12 bytes per answer, so the answers may stay in their file (`StoredAnswers`).
     """

@@ -1,1 +1,1 @@
-"""Speculative decoding as a textbook: draft, accept, loop.  Needs torch and nothing else."""
+"""Speculative decoding in textbook form: draft, accept, loop.  Needs only torch."""

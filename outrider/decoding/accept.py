@@ -2,9 +2,9 @@
 
 Walk down from the anchor with r = p(.|node).  For each child in order, drawn from q given that its earlier siblings
 were rejected: accept with probability min(1, r[x] / q[x]); otherwise r becomes norm(max(r - q, 0)).  When no child is
-left, draw a token from r.  The output follows p for chains and trees, for drafts sampled with or without replacement
-or deterministic, greedy or not.  (Leviathan 2211.17192; several siblings: SpecInfer 2305.09781, Sequoia 2402.12374.)
-B live slots, N drafted nodes, D depth, V vocabulary.
+left, sample a token from r.  The output follows p for chains and trees, for drafts sampled with or without replacement
+or deterministic, greedy or not.  (Leviathan 2211.17192; several siblings: SpecInfer 2305.09781, Sequoia 2402.12374.) B
+live slots, N drafted nodes, D depth, V vocabulary.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Accepted(NamedTuple):
 
     @classmethod
     def of(cls, order: Tensor, counts: Tensor, next_tokens: Tensor, invalid: Tensor) -> Accepted:
-        # one tensor, so the host waits for the device once
+        # one tensor, so the host waits for the device only once
         return cls.read(torch.cat([order, torch.stack([counts, next_tokens, invalid], 1)], 1).tolist())
 
     @classmethod
@@ -52,10 +52,10 @@ class Accepted(NamedTuple):
 
 
 class AcceptedTensors(NamedTuple):
-    """`Accepted` as tensors on the device, none of them read by the host."""
+    """`Accepted` as tensors on the device, which the host does not read."""
 
     path: Tensor
-    """[B, D]: the accepted nodes first, then any others or -1."""
+    """[B, D]: the accepted nodes first, then arbitrary ones or -1."""
     counts: Tensor
     """[B], number of accepted nodes."""
     next_tokens: Tensor
@@ -133,7 +133,7 @@ def accept_top1(draft: Draft, vocabulary: int, choose: Callable[[Tensor, int], T
 def walk_top1(
     draft: Draft, vocabulary: int, choose: Callable[[Tensor, int], Tensor], deepest: int | None = None
 ) -> AcceptedTensors:  # fmt: skip
-    """As `accept_top1`, as tensors.  deepest: depth of the tree; if given, the host never waits for the device."""
+    """Like `accept_top1`, with tensors.  deepest: depth of the tree; if given, the host never waits for the device."""
     slots, nodes = draft.tokens.shape
     order = torch.arange(nodes, device=draft.tokens.device)
     live = order < draft.sizes.to(order.device)[:, None]
@@ -178,7 +178,7 @@ def repaired_q(q: Tensor, tokens: Tensor, in_vocabulary: Tensor, valid: Tensor) 
 
 
 def residual(r: Tensor, q: Tensor) -> Tensor:
-    """norm(max(r - q, 0)) [B, V]; r itself where nothing remains, which only rounding can cause."""
+    """norm(max(r - q, 0)) [B, V]; r itself if nothing remains, which only rounding can cause."""
     difference = (r - q).clamp(min=0)
     mass = difference.sum(-1, keepdim=True)
     return torch.where(mass > 1e-12, difference / mass.clamp(min=1e-12), r)

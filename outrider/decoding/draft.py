@@ -1,4 +1,4 @@
-"""A draft is a tree of tokens under each slot's anchor; a chain is the tree with one branch.
+"""A draft is a tree of tokens under each slot's anchor; a chain is a tree with one branch.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -37,7 +37,7 @@ class Draft:
     confidence: Tensor | None = None
     """[B, N] float32 in [0, 1]: probability that a node is accepted if its parent is; see `Policy`."""
     branches: bool = True
-    """False guarantees parents[b, n] = n - 1, which has faster masks and walks."""
+    """False guarantees parents[b, n] = n - 1, which allows faster masks and walks."""
     origin: Tensor | None = None
     """[B, N] int64, each node's number in the drafter's proposal before any cuts; None if unchanged."""
 
@@ -63,7 +63,7 @@ class Draft:
     @classmethod
     @functools.lru_cache(1024)
     def empty(cls, slots: int, device: torch.device | str = "cpu") -> Draft:
-        """No nodes: a step of plain decoding."""
+        """A draft without nodes: a step of plain decoding."""
         nothing = torch.empty(slots, 0, dtype=torch.int64, device=device)
         return cls(nothing, nothing, torch.zeros(slots, dtype=torch.int64), branches=False)
 
@@ -105,9 +105,10 @@ class Draft:
         return replace(self, tokens=tokens, parents=parents, q=q, confidence=confidence, origin=origin)
 
     def checked(self, slots: int) -> Draft:
-        """This draft, made valid: sizes within the columns, every parent before its child, chains with the parents of
-        chains.  Raises DrafterError if it is not a Draft or its tensors have wrong types or shapes."""
-        if not isinstance(self, Draft):  # a return value of `propose` is checked by `Draft.checked(returned, slots)`
+        """This draft made valid: sizes within the columns, every parent before its child, and chains with the parents
+        of a chain.  Raises DrafterError if it is not a Draft or its tensors have wrong types or shapes.
+        """
+        if not isinstance(self, Draft):  # check the return value of `propose` with `Draft.checked(returned, slots)`
             raise DrafterError(
                 f"propose must return a Draft of {slots} slots, got {type(self).__name__}; return Draft.empty to "
                 f"propose no tokens"
@@ -145,7 +146,7 @@ class Draft:
         return replace(self.each(lambda x: x[:, :width]), sizes=torch.tensor(sizes, dtype=torch.int64))
 
     def first_children(self, b: int) -> Sequence[int]:
-        """A path of slot b: the anchor's first child, its first child, and so on."""
+        """A path of slot b: the anchor's first child, that node's first child, and so on."""
         return _first_children(self.tree[b][: self.live[b]]) if self.branches else range(self.live[b])
 
     def trunk(self) -> Draft:
@@ -202,13 +203,13 @@ class Draft:
 
 
 def chain_rows(slots: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """As `Draft.rows`, for chains; `rows` includes the anchor."""
+    """Like `Draft.rows`, for chains; `rows` includes the anchor."""
     order = torch.arange(rows, device=device)
     return (order[:, None] >= order).expand(slots, -1, -1), order.expand(slots, -1)
 
 
 def device_rows(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """As `Draft.rows`, for trees of at most `depth` levels, without reading parents [B, N] on the host."""
+    """Like `Draft.rows`, for trees of at most `depth` levels, without reading parents [B, N] on the host."""
     above = torch.nn.functional.pad(parents + 1, (1, 0))
     order = torch.arange(above.shape[1], device=above.device)
     at, depths = order.expand(above.shape[0], -1), torch.zeros_like(above)
@@ -253,7 +254,7 @@ def _num_valid(parents: tuple[int, ...]) -> int:
 
 @functools.lru_cache(1024)
 def _first_children(parents: tuple[int, ...]) -> list[int]:
-    """The first child of the anchor, its first child, and so on."""
+    """The first child of the anchor, that node's first child, and so on."""
     path = [-1]
     for n, parent in enumerate(parents):
         if parent == path[-1]:
@@ -271,7 +272,9 @@ def node_depths(parents: Sequence[int]) -> list[int]:
 
 @functools.lru_cache(1024)
 def _ancestry(parents: tuple[int, ...]) -> tuple[Tensor, list[int]]:
-    """Attention mask [N+1, N+1] of one tree's rows, and every node's depth.  Cached: most drafters repeat a tree."""
+    """Attention mask [N+1, N+1] of one tree's rows, and every node's depth.  Cached, since most drafters reuse the same
+    tree.
+    """
     mask = torch.eye(len(parents) + 1, dtype=torch.bool)
     for n, parent in enumerate(parents):
         mask[n + 1] |= mask[parent + 1]

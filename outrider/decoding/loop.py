@@ -20,7 +20,7 @@ class StepRunner(Protocol):
     memory: Any
     """The drafter's memory, shared with `step`."""
     drafts: bool
-    """Whether its steps draft.  If not, every step is plain and is allowed whatever the policy's budget is."""
+    """Whether its steps draft.  If not, every step is plain and allowed whatever the policy's budget."""
 
     def prepare(self, state: DecodeState) -> bool:
         """Whether it can step these live slots.  Puts slots for which it has no draft yet into `state.undrafted`."""
@@ -53,7 +53,7 @@ def step(
     timing.lap("verify")
     accepted = state.commit(draft, state.judge(draft, scores, state))
     errors = state.judge.observe(accepted, [state.tokens[row] for row in rows], scores)
-    # the last node of a slot that was cut becomes its anchor, and the anchor is never in the cache
+    # the last committed node becomes the anchor of a cut slot, and the anchor is never in the cache
     committed = zip(accepted.paths, accepted.next_tokens, strict=True)
     cache.keep([path if next_token >= 0 else path[:-1] for path, next_token in committed])
     timing.lap("other")
@@ -65,14 +65,16 @@ def step(
 
 
 def draft_budget(target: Target, drafter: Drafter, policy: Policy, state: DecodeState) -> list[int]:
-    """Most nodes of each live slot in the next step: limited by the policy, the slot's room and the drafter."""
+    """Maximum number of nodes of each live slot in the next step: limited by the policy, the slot's room and the
+    drafter.
+    """
     state.timing = Timing()
     if not drafter.limit or target.spec.mode == "off":
         return [0] * len(state.rows)
     budget = policy.budget(state).tolist()
     rooms = state.room
     budget = [max(0, min(nodes, room, drafter.limit)) for nodes, room in zip(budget, rooms, strict=True)]
-    if any(room > 0 for room in rooms):  # else every text is at its last token, whatever the policy's budget is
+    if any(room > 0 for room in rooms):  # otherwise every text is at its last token, whatever the policy's budget is
         state.is_drafting = any(budget)
     return budget
 
@@ -80,7 +82,7 @@ def draft_budget(target: Target, drafter: Drafter, policy: Policy, state: Decode
 def propose(
     target: Target, drafter: Drafter, policy: Policy, memory: Any, state: DecodeState, budget: Sequence[int]
 ) -> Draft:  # fmt: skip
-    """The draft, limited to the budget, to what the policy keeps and to what the target can verify.
+    """The draft, limited by the budget, the policy and what the target can verify.
 
     Pruning comes last: its result depends on the drawn tokens, and no policy may depend on them."""
     if not any(budget):

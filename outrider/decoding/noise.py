@@ -20,7 +20,7 @@ can be compiled."""
 
 
 class Purpose(IntEnum):
-    """What a number is drawn for.  Numbers of different purposes are independent."""
+    """The purpose of a random number.  Numbers of different purposes are independent."""
 
     DRAFT = 1
     ACCEPT = 2
@@ -42,7 +42,7 @@ class Streams:
 
     def uniform(self, depth: Tensor | int, purpose: Purpose, salt: Tensor | int = 0) -> Tensor:
         """[B] float64 in (0, 1)."""
-        # an int is multiplied here and wrapped to int64: as a tensor it would have to be copied to the device
+        # an int is multiplied on the host and wrapped to int64: a tensor would have to be copied to the device
         offset = salt * _STEP if isinstance(salt, Tensor) else (salt * _STEP + 2**63) % 2**64 - 2**63
         return _to_unit(_mix(self.key(depth, purpose) + offset))
 
@@ -50,9 +50,9 @@ class Streams:
         """One token per row with probability proportional to its weight.  weights [B, V], or [B, W, V] with a salt [W]
         that tells a slot's rows apart (seeded slots ignore it when drafting); returns [B] or [B, W] int64.
 
-        An exponential race: token x wins with the largest weights[x] / E[x], where E[x] depends only on (seed, index,
-        purpose, salt, x).  So two similar distributions mostly draw the same token from the same noise, and with the
-        winner's weight set to 0 the same noise draws a second token as a new draw would.
+        An exponential race: the token x with the largest weights[x] / E[x] wins, where E[x] depends only on (seed,
+        index, purpose, salt, x).  So two similar distributions mostly yield the same token from the same noise, and
+        with the winner's weight set to 0, the same noise yields a second token distributed like a fresh draw.
         """
         key = self.key(depth, purpose, salt)
         is_plain_cpu = weights.device.type == "cpu" and type(weights) is Tensor  # not while it is traced
@@ -79,7 +79,7 @@ class Streams:
     def _hash(self, depth: Tensor | int, purpose: Purpose, salt: Tensor | None = None) -> Tensor:
         counter = (self.index + depth) * (3 * _STEP + 2**64) + int(purpose)
         if purpose is Purpose.DRAFT:
-            # new in every step: a policy may have seen an earlier draft here, after its rejected token
+            # new in every step: a policy may have seen an earlier draft at this position, after its rejected token
             counter = counter + _mix(self.index + 1)
         seeds = _mix(self.seeds + _STEP)
         if salt is not None:
@@ -91,7 +91,7 @@ class Streams:
 def race(weights: Tensor, key: Tensor, tokens: Tensor) -> Tensor:
     """The token with the largest weight / E, where E is exponential noise of `key`.  weights [..., V], key [...].
 
-    tokens: 0 to V - 1.  Passed in, since torch 2.13 compiles an arange made during tracing into code that crashes.
+    tokens: 0 to V - 1.  Passed in because torch 2.13 compiles an arange created during tracing into code that crashes.
     """
     return (weights / _exponential(key.unsqueeze(-1), tokens)).argmax(-1)
 
@@ -102,7 +102,7 @@ def _exponential(key: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _first_of_largest(values: Tensor, rows: Tensor, tokens: Tensor, count: int) -> Tensor:
-    """The token with the largest value of each of `count` rows, the lowest among equals; 0 for an empty row."""
+    """The token with the largest value in each of `count` rows, the lowest on a tie; 0 for an empty row."""
     best = values.new_zeros(count).scatter_reduce(0, rows, values, "amax", include_self=False)
     wins = values == best[rows]
     return tokens.new_zeros(count).scatter_reduce(0, rows[wins], tokens[wins], "amin", include_self=False)

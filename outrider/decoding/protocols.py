@@ -1,4 +1,4 @@
-"""The interfaces of the loop: Target, its Cache, Drafter and Policy; the Judge is in `state`.
+"""The interfaces of the loop: Target, Cache, Drafter and Policy; the Judge is in `state`.
 
 B live slots, in the order of `state.rows`; N drafted nodes, T taps, H hidden size, V vocabulary, P rows of a probe.
 """
@@ -75,22 +75,22 @@ class Target(Protocol):
 class Drafter:
     """Proposes tokens.  This base class proposes none, which is plain decoding; override what your method needs.
 
-    A drafter holds weights and nothing of a request: all state per slot is in `memory`, which `allocate` returns."""
+    A drafter holds weights but no request state: all state per slot is in `memory`, which `allocate` returns."""
 
     taps: tuple[int, ...] = ()
     """Target layers whose outputs it reads; () for none."""
     limit: int = 0
-    """Most nodes it can propose."""
+    """Maximum number of nodes it can propose."""
     hidden: int | None = None
-    """Size of the hidden states it reads; None for any size, or if it reads none."""
+    """Size of the hidden states it reads; None for any size, or if it does not read them."""
     confidence_before_draw: bool = False
     """Whether each node's confidence is known before its token is drawn, so that a policy may stop by it."""
     probe_rows: int = 0
-    """Most rows of its probe; the cache is allocated with room for them."""
+    """Maximum number of rows of its probe; the cache is allocated with room for them."""
     steps: tuple[Any, ...] = ()
     """The drafter's passes that can be compiled, as `fast.Compiled`."""
     learns: bool = False
-    """Whether one request changes what it proposes in later ones."""
+    """Whether one request affects what it proposes in later ones."""
     nested: bool = True
     """Whether a smaller draft is a prefix of a larger one.  False if it has the most likely nodes instead."""
     watches: bool = False
@@ -115,16 +115,18 @@ class Drafter:
     def look_up(
         self, memory: Any, state: DecodeState, drafted: Sequence[Sequence[int]], budget: Tensor
     ) -> Draft | None:
-        """As `propose`, but after each slot's text followed by drafted[b], with deterministic nodes only.  The default
-        returns None: the drafter can't do this, or only with a pass of a model."""
+        """Like `propose`, but after each slot's text followed by drafted[b], with deterministic nodes only.  The
+        default returns None: the drafter can't do this, or only with a model pass.
+        """
         return None
 
     def static(self, memory: Any, is_greedy: bool) -> Any:
-        """A `fast.static.step.StaticDrafter`, its part of a step without the host; called at most twice per batch.
+        """A `fast.static.step.StaticDrafter`: its part of a step that does not involve the host; called at most twice
+        per batch.
 
         is_greedy: whether every live request is.  Raises NoStatic with the reason if the host must read something.
         """
-        raise NoStatic("its drafts are made by the host")
+        raise NoStatic("its drafts are made on the host")
 
     def probe(self, memory: Any, state: DecodeState, draft: Draft) -> Probe | None:
         """Extra rows for the pass that verifies `draft`, or None."""

@@ -20,7 +20,7 @@ from outrider.decoding.protocols import Drafter, Policy, Target
 from outrider.decoding.state import DecodeState, FinishReason, Request, Scores
 
 PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 96
-"""Most prompt tokens of a slot in one pass; fewer on a CPU, whose caches are small."""
+"""Maximum number of prompt tokens of a slot in one pass; fewer on a CPU, whose caches are small."""
 GRAIN = 8
 """Between steps, prompts are read in multiples of this many tokens."""
 
@@ -35,7 +35,7 @@ class Progress(NamedTuple):
     tokens: list[int]
     """Committed in this step."""
     accepted: int = 0
-    """How many of the tokens were drafted; they come first."""
+    """How many of the tokens were drafted; these come first."""
     drafted: int = 0
     """Number of verified nodes."""
     reached: int = 0
@@ -54,7 +54,7 @@ class Pace:
     more prompts than live slots are waiting."""
 
     STEPS, NEWEST = 3.2, 0.3
-    """Duration of reading, in steps; weight of the newest time in the moving averages."""
+    """Duration of reading, in steps; and the weight of the newest time in the moving averages."""
 
     def __init__(self, chunk: int):
         """chunk: most prompt tokens of a slot in one pass."""
@@ -92,8 +92,9 @@ class Prefixes:
         return False
 
     def take(self, target: Any, drafter: Drafter, cache: Any, memory: Any, state: DecodeState, row: int) -> int:
-        """Put the stored continuation of what a slot has read of its prompt into the cache, and count it in
-        `state.prefilled`.  Returns its number of tokens."""
+        """Copy the stored continuation of a slot's prompt so far into the cache, and count it in `state.prefilled`.
+        Returns its number of tokens.
+        """
         return 0
 
     def put(
@@ -103,7 +104,7 @@ class Prefixes:
 
 
 def all_live(state: DecodeState, error: Exception) -> Sequence[int]:
-    """The slots that end when a step fails before its commit: every live one."""
+    """The slots that end when a step fails before its commit: all live ones."""
     return list(state.rows)
 
 
@@ -120,9 +121,9 @@ class Scheduler:
         suspects: Callable[[DecodeState, Exception], Sequence[int]] = all_live, tokens: int | None = None,
         fast: StepRunner | None = None,
     ):  # fmt: skip
-        """is_patient: read prompts whole before the next step; else in chunks, so that live slots are not delayed.
+        """is_patient: read whole prompts before the next step; otherwise in chunks, so that live slots are not delayed.
         tokens: most tokens of all texts together, drafted ones included; a request that would exceed it waits until
-        others have ended.  takes_text: fill `Progress.text`; else the caller takes the text from the judge.
+        others have ended.  takes_text: fill `Progress.text`; otherwise the caller takes the text from the judge.
         suspects: the slots that end when a step fails before its commit.  fast: runs the steps that it can; its caches
         hold texts of `length`."""
         self.target, self.drafter, self.policy, self.state = target, drafter, policy, state
@@ -143,7 +144,7 @@ class Scheduler:
         """By admitted request: prompt tokens found in `prefixes`."""
         self.pace = Pace(max_prefill_chunk(target.device))
         self.read_tokens, self.step_s = 0, 0.0
-        """Prompt tokens read since the caller last reset this; seconds of the last step."""
+        """Number of prompt tokens read since the caller last reset this; and the seconds of the last step."""
         self._ended: set[int] = set()
         """Slots whose requests have ended and that are not yet freed."""
         self._added = 0
@@ -162,19 +163,19 @@ class Scheduler:
         return len(self.state.tokens) - len(self.serving) + len(self._ended) - len(self.queue)
 
     def fits(self, request: Request) -> bool:
-        """Whether a request that is added now would be admitted by the next step."""
+        """Whether a request added now would be admitted by the next step."""
         waiting = [other for _, other in self.queue]
         return self.free > 0 and (not (self.serving or waiting) or self._has_room([*waiting, request]))
 
     def _has_room(self, more: Sequence[Request]) -> bool:
-        """Whether these requests fit into `tokens` beside those that are being served."""
+        """Whether these requests fit into `tokens` in addition to those being served."""
         if self.tokens is None:
             return True
         live = [self.state.requests[row] for row in self.serving if row not in self._ended]
         return sum(map(self._most, [*live, *more])) <= self.tokens
 
     def _most(self, request: Request) -> int:
-        """Most tokens that a request may come to hold."""
+        """Maximum number of tokens that a request may reach."""
         whole = len(request.prompt) + request.max_new_tokens
         return min(whole, self.state.context) + draft_columns(self.drafter)
 
@@ -186,7 +187,7 @@ class Scheduler:
         return self._added - 1
 
     def cancel(self, number: int) -> None:
-        """Forget a request, queued or running; it makes no more progress."""
+        """Drop a request, queued or running; it makes no more progress."""
         self.queue = deque(each for each in self.queue if each[0] != number)
         self._ended.update(row for row, other in self.serving.items() if other == number)
         self.release()
@@ -202,12 +203,12 @@ class Scheduler:
             self._ended.discard(row)
             self.cached.pop(self.serving.pop(row), None)
         if rows:
-            self.drafter.free(self.memory, rows)  # last, since a drafter is foreign code and may not return
+            self.drafter.free(self.memory, rows)  # last, since a drafter is third-party code and may not return
 
     def step(self) -> list[Progress]:
         """Admit requests, read prompts, and advance the live slots by one verified step."""
         self._progress += self._new_progress({})
-        if not self._progress:  # else it was left by a step that was abandoned with its thread
+        if not self._progress:  # otherwise it was left by a step that was abandoned with its thread
             self.release()
             if not self.state.rows:
                 self.pace.since = 0.0
@@ -277,8 +278,9 @@ class Scheduler:
         self._progress += self._new_progress(dict(zip(self.state.rows, accepted.counts, strict=True)))
 
     def _step(self) -> tuple[Accepted, Mapping[int, Exception]]:
-        """One step of the live slots, by the fast runner if it can take it; a runner that drafts is not used for plain
-        steps."""
+        """One step of the live slots, by the fast runner if it can run it; a runner that drafts is not used for plain
+        steps.
+        """
         state, fast = self.state, self.fast
         is_fast = fast is not None and fast.prepare(state)
         state.runner = "whole" if is_fast else "plain"
@@ -345,7 +347,7 @@ def draft_columns(drafter: Drafter) -> int:
 
 
 def max_prefill_chunk(device: torch.device) -> int:
-    """Most prompt tokens of a slot in one pass on this device."""
+    """Maximum number of prompt tokens of a slot in one pass on this device."""
     return min(PREFILL_CHUNK, CPU_PREFILL_CHUNK) if device.type == "cpu" else PREFILL_CHUNK
 
 

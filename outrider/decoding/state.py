@@ -1,4 +1,4 @@
-"""The state of a batch of requests: their tokens, where each must end, and the judge of drafts.
+"""The state of a batch of requests: their tokens, where each must end, and the judge of the drafts.
 
 B live slots, in the order of `rows`; N drafted nodes, V vocabulary, T taps, H hidden size, P rows of a probe.
 """
@@ -39,9 +39,9 @@ class Request:
     tenant: str = ""
     """Owner of the text: a drafter stores nothing across requests of different tenants."""
     drafter: str = ""
-    """Name of the drafter to use, where a `mix` assigns each request to one; "" for any."""
+    """Name of the drafter to use, if a `mix` assigns each request to one; "" for any."""
     max_draft: int | None = None
-    """Most nodes to draft for it in one step; 0 for plain decoding, None for the policy's choice."""
+    """Maximum number of nodes to draft for it in one step; 0 for plain decoding, None for the policy's choice."""
     prediction: Sequence[int] = ()
     """Token ids that its text is likely to repeat, for drafters that look text up."""
 
@@ -73,14 +73,15 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 class Stop(Protocol):
-    """Ends drafts early, in chains that are drawn token by token."""
+    """Ends drafts early, in chains that are sampled token by token."""
 
     @property
     def sizes(self) -> Tensor:
         """[B] int64 on the CPU, tokens drafted so far in each slot."""
 
     def draws(self, sure: Tensor) -> bool:
-        """Called at each depth before its tokens are drawn: add 1 to `sizes` for each slot that drafts one, and return
+        """Called at each depth before its tokens are sampled: add 1 to `sizes` for each slot that drafts one, and
+        return
         whether any does.  sure [B], probability of the most likely token."""
 
     def reads(self) -> bool:
@@ -117,7 +118,7 @@ class Judge:
         return torch.where(temperature == 0, greedy, (logits / temperature.where(temperature > 0, 1.0)).softmax(-1))
 
     def drawn(self, logits: Tensor, streams: Streams, depth: int) -> tuple[Tensor, Tensor]:
-        """The distribution q [B, V] of a drafter's logits [B, V], and one token per slot drawn from it, [B]."""
+        """The distribution q [B, V] of a drafter's logits [B, V], and one token per slot sampled from it, [B]."""
         q = self.distribution(logits)
         return q, streams.draw(q, depth, Purpose.DRAFT)
 
@@ -174,13 +175,10 @@ class DecodeState:
 
     `rows`: list[int], the live slots.  A finished slot stays live until it is freed before the next step; a slot whose
     prompt is still being read is not live.
-    `tokens[row]`: list[int], prompt and committed tokens; the last one is the anchor.  Between admit and free it only
-    grows.
-    `requests[row]`: the slot's `Request`; absent for a free slot.
-    `prefilled[row]`: number of prompt tokens that the target has read.
-    `judge`: what the requests allow.  `device`: the target's.
-    `noise_seeds` [B] int64.  `seeded` [B] bool: slots with shared noise, or None.
-    `stop`: ends drafts of this step early, or None.
+    `tokens[row]`: list[int], prompt and committed tokens; the last one is the anchor.  It only grows between admission
+    and `free`.  `requests[row]`: the slot's `Request`; absent for a free slot.  `prefilled[row]`: number of prompt
+    tokens that the target has read.  `judge`: what the requests allow.  `device`: the target's.  `noise_seeds` [B]
+    int64.  `seeded` [B] bool: slots with shared noise, or None.  `stop`: ends drafts of this step early, or None.
 
     shared_noise: a slot with a seed drafts with the target's noise and emits the target's draws, whatever was drafted.
     Without it, a seed only fixes the noise, and drafts are judged by their q as in other slots."""
@@ -212,7 +210,7 @@ class DecodeState:
         self._select()
 
     def admit(self, row: int, request: Request, is_live: bool = True) -> None:
-        """Put a request into a free slot.  Unless is_live, it takes part in steps only after `start`."""
+        """Put a request into a free slot.  Unless is_live is set, it takes part in steps only after `start`."""
         assert row not in self.requests, f"slot {row} is taken"
         seed = request.sampling.seed
         self.requests[row], self.tokens[row] = request, list(request.prompt)
@@ -230,7 +228,7 @@ class DecodeState:
         self._select()
 
     def unread(self, row: int) -> int:
-        """Number of a slot's tokens that the target has still to read, without the anchor, which a step reads."""
+        """Number of a slot's tokens that the target still has to read, excluding the anchor, which a step reads."""
         return len(self.tokens[row]) - 1 - self.prefilled[row]
 
     def wants_drafts(self, row: int) -> bool:
@@ -245,7 +243,7 @@ class DecodeState:
     def _select(self) -> None:
         live = self.requests.keys() - self.reading
         stay = sum(row in live for row in self.rows)
-        # the last slots fill gaps and new ones are appended, so that the cache moves few slots
+        # gaps are filled from the end and new slots are appended, so that the cache moves few slots
         last = iter([row for row in self.rows[stay:] if row in live])
         ordered = [row if row in live else next(last) for row in self.rows[:stay]]
         self.rows = ordered + sorted(live.difference(ordered))
@@ -281,7 +279,7 @@ class DecodeState:
 
     @property
     def room(self) -> list[int]:
-        """Most nodes that may be drafted for each live slot; the step itself adds one more token."""
+        """Maximum number of nodes that may be drafted for each live slot; the step itself adds one more token."""
         limits = (0 if row in self.undrafted else self.requests[row].max_draft for row in self.rows)
         slots = zip(self.left, limits, strict=True)
         return [left - 1 if limit is None else min(left - 1, limit) for left, limit in slots]
@@ -291,7 +289,7 @@ class DecodeState:
 
     def commit(self, draft: Draft, accepted: Accepted) -> Accepted:
         """Append accepted tokens up to an end id, a stop string, the limit or the context.  Returns what was committed:
-        a slot that ended inside its block has a shorter path, and -1 as its next token."""
+        a slot that ended inside its block has a shorter path and -1 as its next token."""
         self.invalid += sum(accepted.invalid)
         self.reached, self.drafted = draft.reach(), list(draft.live)
         paths = list(accepted.paths)

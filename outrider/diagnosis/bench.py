@@ -43,7 +43,7 @@ class Setup:
     target: Literal["here", "trained"] = "here"
     """The served target, or the one that the drafter was trained on."""
     window: int | None = None
-    """Most tokens of a text that the drafter reads; None for all."""
+    """Maximum number of tokens of a text that the drafter reads; None for all."""
     vocabulary: Vocabulary = "its own"
     """Which tokens the columns of a reduced vocabulary stand for."""
     settings: Mapping[str, Any] = field(default_factory=dict)

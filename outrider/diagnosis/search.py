@@ -53,7 +53,7 @@ class Diagnosis:
     here: Interval
     corrected: Interval
     promised: Interval | None = None
-    """On held-out answers of the training, or on texts like those of the training."""
+    """On held-out answers of the training, or on texts like those in training."""
     causes: list[Cause] = field(default_factory=list)
     no_effect: list[Cause] = field(default_factory=list)
     """Differences from the training that cost nothing measurable."""

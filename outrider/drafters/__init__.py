@@ -3,8 +3,8 @@
 A drafter's module defines `Config` (its `kind` is a Literal of the module's name) and `build(config, target) ->
 Drafter`.  If it can be trained, it also defines `Model`, a `DraftModel` made by `Model(config, target)`; if training
 changes the target's own weights, it defines `TargetModel` instead, whose `save_target(folder)` writes the new target.
-`METHOD` has the facts for exports, engines and plans.  `FORMATS`, in the module or in `formats.py` beside it, are the
-file formats of other programs.
+`METHOD` has the facts needed for exports, engines and plans.  `FORMATS`, in the module or in `formats.py` next to it,
+lists the file formats of other programs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REGISTRY = Registry("drafter", ("outrider.drafters", "outrider.lab.drafters"), "
 
 
 def kinds() -> dict[str, str]:
-    """All drafters, of Outrider and of other distributions: kind to module name."""
+    """All drafters, of Outrider and of other distributions: kind → module name."""
     return REGISTRY.all()
 
 
@@ -45,9 +45,9 @@ def own() -> list[str]:
 
 
 def add_file(path: str | Path) -> str:
-    """Make the drafter of a Python file known in this process; returns its kind, the name of the file.
+    """Register the drafter in a Python file for this process; returns its kind, which is the file's name.
 
-    Raises ConfigError for a missing file, and for a name that another module has.
+    Raises ConfigError for a missing file, and for a name already taken by another module.
     """
     return REGISTRY.add_file(Path(path))
 
@@ -129,7 +129,7 @@ def _refuse_incomplete(module: ModuleType, kind: str, place: str, named: str) ->
     declared = [] if field is None or field.is_required() else [*get_args(field.annotation), field.default]
     if declared and set(declared) == {kind}:
         return
-    actual = next((repr(value) for value in declared if value != kind), "none, or one without a default")
+    actual = next((repr(value) for value in declared if value != kind), "no field, or one without a default")
     raise ConfigError(f"{place}: Config.kind must be the {named}'s name, {kind!r}, got {actual}")
 
 
@@ -150,7 +150,7 @@ def _checked(choice: str | dict[str, Any]) -> str | dict[str, Any]:
 Choice = Annotated[str | dict[str, Any], AfterValidator(_checked)]
 """A kind, a kind with its settings, or the folder of a checkpoint."""
 Load = Callable[..., "Drafter"]
-"""(folder, target) to the drafter of a checkpoint: `load_drafter`, passed in from a layer above."""
+"""(folder, target) → the drafter of a checkpoint: `load_drafter`, passed in from a layer above."""
 
 
 def built(choice: Choice, target: Target, load: Load | None) -> Drafter:

@@ -5,11 +5,11 @@ distribution restricted to the tokens of both vocabularies; this is q, over the 
 its own tokens, and their text is encoded with the target's tokenizer.  That draft is deterministic, so it is best at
 low temperatures.
 
-Differs from the paper: tokens are compared by their bytes, so different marks for a space do not matter; and
+Differs from the paper: tokens are compared by their bytes, so different space markers do not matter; and
 `intersection` drafts nothing if the target puts too little probability on common tokens (`min_overlap`).
 
-Use it if there is a good small model, but none with the target's vocabulary; with one, use `small_model`, which drafts
-from its whole distribution.
+Use it if there is a good small model but none with the target's vocabulary; if there is, use `small_model`, which
+drafts from its whole distribution.
 
 B live slots, V the target's vocabulary, U the model's.
 """
@@ -59,20 +59,21 @@ class Reading:
     held: list[int] = field(default_factory=list)
     """Ids in the cache."""
     skipped: int = 0
-    """First ids of the text that are skipped, since the text is longer than the cache."""
+    """Number of leading ids that are skipped because the text is longer than the cache."""
 
 
 @dataclass
 class Readings:
-    """The model's cache and the reading of each slot."""
+    """The model's cache and how far it has read each slot."""
 
     cache: SlotCache
     slots: list[Reading]
 
 
 REWRITTEN = 8
-"""Last tokens of a text that may change in this vocabulary when the text continues.  With recurrent layers, after a
-larger change the text is read again from the start."""
+"""Number of trailing tokens that may change in this vocabulary when the text continues.  With recurrent layers, a
+larger change means rereading the text from the start.
+"""
 
 
 class CrossVocabulary(Drafter):
@@ -114,7 +115,7 @@ class CrossVocabulary(Drafter):
         return self._in_common(memory, state, budget, logits)
 
     def _in_common(self, memory: Readings, state: DecodeState, budget: Tensor, logits: Tensor) -> Draft:
-        """Tokens of both vocabularies, drawn from the model's distribution restricted to them."""
+        """Tokens in both vocabularies, sampled from the model's distribution restricted to them."""
         rows = state.rows
         # if the end of a text has no tokens in the shared vocabulary, the model can't read it
         is_readable = [self.shared.of(memory.slots[row].transcript.incomplete) is not None for row in rows]
@@ -126,7 +127,9 @@ class CrossVocabulary(Drafter):
         return serving.possible(draft, state)
 
     def _in_text(self, memory: Readings, state: DecodeState, budget: Tensor, logits: Tensor) -> Draft:
-        """The model's likeliest text in the target's tokens, from as many of its own as the budget."""
+        """The model's likeliest text in the target's tokens, generated from as many of its own tokens as the budget
+        allows.
+        """
         rows, tokens = state.rows, [logits.masked_fill(self._mute, -torch.inf).argmax(-1)]
         while len(tokens) < int(budget.max()):
             logits = self._read_one(memory, rows, tokens[-1])
@@ -158,7 +161,7 @@ class CrossVocabulary(Drafter):
         return read_texts(self.model, memory.cache, rows, inputs, self.limit + 1)
 
     def _ids(self, reading: Reading, room: int) -> list[int]:
-        """The ids that the model reads: the whole text, or its end if it is longer than `room`."""
+        """The ids that the model reads: the whole text, or its tail if it is longer than `room`."""
         transcript = reading.transcript
         rest = [] if self.config.vocabulary == "text" else self.shared.of(transcript.incomplete) or []
         if len(transcript.ids) + len(rest) - reading.skipped > room - len(self.vocabulary.begin):

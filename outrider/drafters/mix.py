@@ -1,9 +1,9 @@
 """Mix: several drafters, one draft.  Their trees are merged; each member's number of nodes depends on its acceptance.
 
 `share: bandit` splits every slot's nodes anew in each step.  An arm is the n-th node of a member, with reward 1 if the
-node is accepted; the arms with the highest upper confidence bounds are played, for each member the first ones.  This is
-CombUCB1 with semi-bandit feedback.  Its regret after T steps is O(sqrt(nodes * arms * T log T)) accepted nodes (arXiv
-1410.0949) at a weight of 1 of the bound, if probabilities are constant and do not depend on the other members.
+node is accepted; the arms with the highest upper confidence bounds are played, always the first ones of each member.
+This is CombUCB1 with semi-bandit feedback.  Its regret after T steps is O(sqrt(nodes * arms * T log T)) accepted nodes
+(arXiv 1410.0949) at a weight of 1 of the bound, if probabilities are constant and do not depend on the other members.
 
 Differs from the paper: counts are discounted, since texts change (discounted UCB, arXiv 0805.3415: sqrt(T log T)
 becomes sqrt(T changes) log T for an arm), and the weight is 0.1, without a proven bound, since requests
@@ -45,16 +45,18 @@ from outrider.targets.protocol import Target
 
 
 class Config(Base):
-    REMOVED: ClassVar[Mapping[str, str]] = {"explore": "leave it out: every member is tried about as often as 0.1 did"}
+    REMOVED: ClassVar[Mapping[str, str]] = {"explore": "leave it out: every member is tried about as often as with 0.1"}
     kind: Literal["mix"] = "mix"
     members: tuple[Choice, ...] = Field(
         default=({"kind": "ngram"}, {"kind": "recycle"}), min_length=1, validate_default=True
     )
-    """Drafters: kinds with their settings, or folders of checkpoints.  Nodes that one does not use go to the next."""
+    """Drafters: kinds with their settings, or folders of checkpoints.  Nodes that one member does not use go to the
+    next.
+    """
     share: Literal["bandit", "request"] = "bandit"
     """How nodes are split: `bandit`, over all members by their acceptance so far; `request`, one member per request."""
     nodes: PositiveInt = 16
-    """Most nodes per step, over all members."""
+    """Maximum number of nodes per step, over all members."""
 
 
 @dataclass(kw_only=True)
@@ -64,11 +66,11 @@ class Memory(EnsembleMemory):
     shares: list[Shares]
     """One bandit per slot, for the current request."""
     serving: dict[int, int] = field(default_factory=dict)
-    """Slot to the member that drafts for its request."""
+    """Slot → the member that drafts for its request."""
     groups: dict[int, str] = field(default_factory=dict)
-    """Slot to its request's group: tenant and kind of text."""
+    """Slot → its request's group: tenant and kind of text."""
     budgets: list[int] = field(default_factory=list)
-    """Most nodes per live slot in the current step; empty if there is no draft."""
+    """Maximum number of nodes per live slot in the current step; empty if there is no draft."""
 
 
 class Mix(Ensemble):
@@ -122,7 +124,7 @@ class Mix(Ensemble):
         return Shares(self.limits)
 
     def _split(self, memory: Memory, state: DecodeState, row: int, most: int) -> list[int]:
-        """Most nodes of each member."""
+        """Maximum number of nodes of each member."""
         if self.config.share == "bandit":
             return memory.shares[row].split(most)
         if row not in memory.serving:
@@ -132,7 +134,7 @@ class Mix(Ensemble):
         return [most if part == memory.serving[row] else 0 for part in range(len(self.names))]
 
     def _chosen(self, memory: Memory, state: DecodeState, row: int) -> int:
-        """The member that a request names, else the most promising one for its group."""
+        """The member that a request names, otherwise the most promising one for its group."""
         name = state.requests[row].drafter
         if name in self.names:
             return self.names.index(name)
@@ -146,7 +148,7 @@ class Mix(Ensemble):
 
 
 TENANTS = 1024
-"""Most tallies; the least recently used are removed."""
+"""Maximum number of tallies; the least recently used are removed."""
 
 
 class Tally:

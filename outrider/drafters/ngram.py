@@ -1,12 +1,13 @@
 """Prompt lookup: propose what followed an earlier occurrence of the last tokens.  (Saxena 2023; arXiv 2304.04487.)
 
-The longest match wins, of equals the most recent.  Needs no training and no pass of any model.  Strong on text that
+The longest match wins; on a tie, the most recent.  Needs no training and no pass of any model.  Strong on text that
 repeats itself, such as code and summaries.  `tree` proposes several continuations at once, and `shared` also looks them
 up in the texts of other requests; both use a trie of n-grams (see `retrieval.trie`).
 
-Differs from the papers: of equal matches the most recent is used, not the first; trees, and texts of other requests.
+Differs from the papers: among equally long matches the most recent is used, not the first; trees and the texts of other
+requests are supported.
 
-Use it as the baseline that every other drafter must beat, and if answers repeat the prompt: edits, summaries, code.
+Use it as the baseline that every other drafter must beat, and when answers repeat the prompt: edits, summaries, code.
 """
 
 from __future__ import annotations
@@ -46,21 +47,23 @@ METHOD = Method(
 class Config(Base):
     kind: Literal["ngram"] = "ngram"
     length: PositiveInt = 7
-    """Most tokens proposed per step; levels of a tree."""
+    """Maximum number of tokens proposed per step; levels of a tree."""
     longest: PositiveInt = 4
-    """Longest match that is looked up, in tokens."""
+    """Maximum length of a match, in tokens."""
     shortest: PositiveInt = 2
-    """Shortest match that is used, in tokens."""
+    """Minimum length of a match, in tokens."""
     tree: Literal["chain", "recency", "frequency"] = "chain"
     """One continuation, or a tree of them: the most recent first, or the most frequent."""
     nodes: PositiveInt = 16
-    """Nodes of a tree; a chain has `length`."""
+    """Number of nodes of a tree; a chain has `length`."""
     shared: Literal[False, "tenant", "all"] = False
     """Also look up in the texts of other requests, earlier and current: those of the same `tenant`, or `all`."""
     capacity: int = Field(default=1_000_000, ge=1000, le=1_000_000_000)
-    """Most n-grams in one trie, a slot's or a tenant's, 60 to 75 bytes each; the least recently used are removed."""
+    """Maximum number of n-grams in one trie, a slot's or a tenant's, 60 to 75 bytes each; the least recently used are
+    removed.
+    """
     tenants: PositiveInt = 64
-    """Most tenants whose texts are stored; the least recently used is removed."""
+    """Maximum number of tenants whose texts are stored; the least recently used is removed."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Config:
@@ -92,7 +95,7 @@ class NGram(Lookup):
 
 
 def build(config: Config, target: Target) -> NGram:
-    """Warns of settings that the target does not support and of settings without effect."""
+    """Warns about settings that the target does not support and about settings without effect."""
     if config.tree != "chain" and not verifies_trees(
         target, "ngram", f"a chain of {config.length}, as with tree chain"
     ):

@@ -1,13 +1,14 @@
-"""Token recycling: propose the target's likeliest successors of a token from its last occurrence.  (arXiv 2408.08696.)
+"""Token recycling: propose the target's likeliest successors of a token, as stored at its last occurrence.  (arXiv
+2408.08696.)
 
 For every verified node, the target's likeliest successors of its token are stored, and a tree of them is grown under
 the anchor.  Needs no training and no pass of any model, and proposes from the second occurrence of a token on.
 
-Differs from the paper: each request has its own table, empty at first, so that no text leaks into another request's
-drafts; `shared` has one per tenant, the paper one for all.  The tree is grown best first by how often each rank is
-right, not from a fixed template, so unknown tokens cost no nodes.
+Differs from the paper: each request has its own table, initially empty, so that no text leaks into another request's
+drafts; with `shared` there is one per tenant, whereas the paper has one for all.  The tree is grown best-first by how
+often each rank is right, not from a fixed template, so unknown tokens cost no nodes.
 
-Use it if nothing can be trained and text is new rather than repeated, or as the second member of a `mix` or `graft`.
+Use it if training is not an option and text is new rather than repeated, or as the second member of a `mix` or `graft`.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ METHOD = Method(
 class Config(Base):
     kind: Literal["recycle"] = "recycle"
     nodes: PositiveInt = 16
-    """Most nodes of the tree, drafted per step."""
+    """Maximum number of nodes of the tree, drafted per step."""
     depth: PositiveInt = 6
     """Levels of the tree, in tokens."""
     successors: PositiveInt = 8
-    """Successors stored per token, the likeliest ones."""
+    """Number of successors stored per token, the likeliest ones."""
     shared: bool = False
-    """One table for all requests of a tenant, which outlives them; no: one per request, empty at first."""
+    """One table for all requests of a tenant, which outlives them; no: one per request, initially empty."""
 
 
 TENANTS = 64
-"""Most tenants with a table; the least recently used is removed."""
+"""Maximum number of tenants with a table; the least recently used is removed."""
 
 
 class Recycle(RequestDrafter[Successors]):
@@ -86,7 +87,7 @@ class Recycle(RequestDrafter[Successors]):
     def observe(
         self, memory: list[Successors | None], state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores
     ) -> None:
-        """Learn from every verified node, also of other drafters."""
+        """Learn from every verified node, including those of other drafters."""
         best = scores.logits.topk(min(self.config.successors, scores.logits.shape[-1]), -1).indices.cpu()
         for b, row in enumerate(state.rows):
             path, last = accepted.paths[b], accepted.next_tokens[b]

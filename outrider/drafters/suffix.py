@@ -5,10 +5,10 @@ Each source gives a tree of continuations by frequency; the best nodes of all ar
 more.
 
 Differs from the paper: a trie of n-grams instead of a suffix tree, so memory is bounded and old text is forgotten;
-sources are merged node by node (see `retrieval.proposal`) instead of taking the better of two; corpora.
+sources are merged node by node (see `retrieval.proposal`) instead of using the better of two; corpora are supported.
 
-Use it if similar texts are on disk or in earlier requests: with a corpus it has the highest acceptance of the methods
-without training.
+Use it if similar texts are on disk or in earlier requests: with a corpus it has the highest acceptance of all methods
+that need no training.
 """
 
 from __future__ import annotations
@@ -45,25 +45,27 @@ METHOD = Method(
 class Config(Base):
     kind: Literal["suffix"] = "suffix"
     nodes: PositiveInt = 16
-    """Most nodes of the tree, drafted per step."""
+    """Maximum number of nodes of the tree, drafted per step."""
     levels: PositiveInt = 16
-    """Levels of the tree, in tokens; the length of a chain if the target verifies no trees."""
+    """Levels of the tree, in tokens; the length of the chain if the target can't verify trees."""
     factor: NonNegativeFloat = 16.0
-    """Most nodes proposed per matching token."""
+    """Maximum number of nodes proposed per matching token."""
     min_confidence: Annotated[float, Field(ge=0, lt=1)] = 0.005
-    """Continuations with a lower probability by the counts so far are not proposed."""
+    """Continuations with a lower probability, judging by the counts so far, are not proposed."""
     shortest: PositiveInt = 1
-    """Shortest match that is used, in tokens."""
+    """Minimum length of a match, in tokens."""
     longest: Annotated[int, Field(ge=2, le=64)] = 8
-    """Longest match that is looked up in texts of requests, in tokens; in corpora it is 64."""
+    """Maximum length of a match in texts of requests, in tokens; in corpora it is 64."""
     corpora: tuple[str, ...] = ()
     """Names of corpora; see `outrider corpus`."""
     shared: Literal[False, "tenant", "all"] = False
     """Also look up in the texts of other requests, earlier and current: those of the same `tenant`, or `all`."""
     capacity: Annotated[int, Field(ge=1000)] = 1_000_000
-    """Most n-grams in one trie, a slot's or a shared one, 60 to 90 bytes each; the least recently used are removed."""
+    """Maximum number of n-grams in one trie, a slot's or a shared one, 60 to 90 bytes each; the least recently used are
+    removed.
+    """
     tenants: PositiveInt = 64
-    """Most tenants whose texts are stored; the least recently used is removed."""
+    """Maximum number of tenants whose texts are stored; the least recently used is removed."""
 
 
 class Suffix(Lookup):
@@ -88,6 +90,6 @@ class Suffix(Lookup):
 
 
 def build(config: Config, target: Target) -> Suffix:
-    """Raises DataError for a corpus that is missing, damaged or of another tokenizer."""
+    """Raises DataError for a corpus that is missing, damaged or built with another tokenizer."""
     verifies_trees(target, "suffix", "trees, of which the first chain is verified")
     return Suffix(config, corpora.load(config.corpora, target.spec.tokenizer_hash))

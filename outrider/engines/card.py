@@ -1,6 +1,6 @@
 """The model card of an exported drafter: README.md, with the metadata that the Hugging Face hub reads.  No torch.
 
-Everything in it comes from the folder's outrider.json.  A card that was edited by hand is not overwritten.
+Everything in it comes from the folder's outrider.json.  A card edited by hand is not overwritten.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The right command for each engine, with the options of the installed version.  No torch.
 
-engines.yaml was written from each engine's source or documentation at the version it names; docs/deploy.md lists what
-was run.  A method that an engine can't run is refused by name, with an alternative.
+engines.yaml was written from each engine's source or documentation at the version it names; docs/deploy.md lists which
+commands were actually run.  A method that an engine can't run is refused by name, with an alternative.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Command:
     engine: str
     version: str
     is_assumed: bool
-    """True if the engine was not queried: the version is the one in engines.yaml."""
+    """Whether the engine was not queried, so that the version is the one in engines.yaml."""
     words: tuple[str, ...]
     settings: Settings
-    """Settings of speculation, as the engine reads them."""
+    """Speculation settings, as the engine reads them."""
     files: Mapping[str, str]
     """File name → text of the files that the command needs."""
     before: str | None
@@ -118,14 +118,15 @@ def draft_of(place: str | Path, target: str | None = None, kind: str | None = No
 
 
 def _recognised(folder: Path, config: Config, kind: str | None, format: str | None) -> tuple[str | None, str | None]:
-    """(kind, format) of a folder that Outrider did not export; each is None if not recognised: an engine may read what
-    we can't."""
+    """(kind, format) of a folder that Outrider did not export; each is None if not recognised, since an engine may read
+    formats that we can't.
+    """
     # loads torch, which our own exports do not need
     from outrider.export.formats import candidates
     from outrider.formats.folder import read_names
 
     names: frozenset[str] = frozenset()
-    with suppress(ExportError):  # pickles, which an engine may be willing to load
+    with suppress(ExportError):  # pickles, which an engine may agree to load
         names = read_names(folder)
     matches = []
     with suppress(ExportError, ValueError):
@@ -184,14 +185,14 @@ def scheduled(name: str, wish: Wish, path: Path) -> Wish:
     """The wish with the measurements of `outrider tune`: tokens by load, or one fixed setting if the engine has no
     table.
 
-    Raises ConfigError if the wish also sets tokens, a width or a cut-off, for an engine without a table.
+    For an engine without a table, raises ConfigError if the wish also sets tokens, a width or a cut-off.
     """
     title, methods = engine_of(name).title, engine_of(name).methods.values()
     if any(method.varies for method in methods):
         return replace(wish, schedule=tune.read(path))
     if wish.tokens is not None or wish.width != 1 or wish.cutoff is not None:
         raise ConfigError(
-            f"{title} has no table by load, so --schedule names all; leave out --tokens, --width, --cutoff"
+            f"{title} has no table by load, so --schedule sets them all; leave out --tokens, --width, --cutoff"
         )
     arm, ratio = tune.read_fixed(path)
     if arm.tokens:
@@ -232,7 +233,9 @@ def _shifted(kind: str, format: str, other: str) -> str:
     same = key.rpartition(".")[2]
     if same != name.rpartition(".")[2] or shift == theirs:
         return ""
-    return f" (both have {same}, counted from {shift} in {format} and from {theirs} in {other}: it would draft badly)"
+    return (
+        f" (both have {same}, counted from {shift} in {format} and from {theirs} in {other}, so it would draft badly)"
+    )
 
 
 def _tokens(draft: Draft, wish: Wish) -> int:
@@ -271,7 +274,7 @@ def _check(name: str, method: Method, draft: Draft, wish: Wish, tokens: int) -> 
         )
     if wish.width > 1 and wish.schedule:
         raise ConfigError(
-            "--width and --schedule exclude each other: no engine drafts a tree by load; leave out one of them"
+            "--width and --schedule exclude each other: no engine drafts trees by load; leave out one of them"
         )
     if wish.cutoff and draft.settings.get("confidence") is False:
         raise ConfigError(
@@ -291,7 +294,7 @@ def warnings(name: str, draft: Draft, wish: Wish, tokens: int) -> tuple[str, ...
     key, _ = method.layers.get(str(draft.format), ("", 0))
     if key and draft.format not in method.guessed and draft.config and not keys.at(draft.config, key):
         problems.append(
-            f"config.json names no {key.rpartition('.')[2]}: engines guess the layers, and drafts are mostly wrong; "
+            f"config.json names no {key.rpartition('.')[2]}: engines guess the layers, and most drafts are wrong; "
             "export it again"
         )
     place = Path(draft.target) / CONFIG
@@ -302,10 +305,10 @@ def warnings(name: str, draft: Draft, wish: Wish, tokens: int) -> tuple[str, ...
         )
     mine, theirs = (config.get("max_position_embeddings") for config in (draft.config, target))
     if isinstance(mine, int) and isinstance(theirs, int) and mine < theirs:
-        problems.append(f"it knows {mine} positions, the target {theirs}: after them its drafts are not accepted")
+        problems.append(f"it supports {mine} positions, the target {theirs}: beyond them its drafts are not accepted")
     if draft.length is not None and tokens > draft.length:
         problems.append(
-            f"{tokens} tokens a step are more than its own {draft.length}: the last ones are rarely accepted"
+            f"{tokens} tokens per step are more than its own {draft.length}: the last ones are rarely accepted"
         )
     if name == "vllm" and wish.schedule:
         problems.append(

@@ -1,4 +1,4 @@
-"""What is deployed, how it runs, and what each engine supports: engines.yaml as values.  No torch."""
+"""What is deployed, how it runs, and what each engine supports: engines.yaml as Python values.  No torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Draft:
     precision: str | None = None
     """dtype of the target it was trained with."""
     hub_id: str | None = None
-    """Its Hugging Face id, if it was given as one; `folder` is then the copy in the hub's cache."""
+    """Its Hugging Face id, if it was given by id; `folder` is then the copy in the hub's cache."""
 
     @property
     def place(self) -> str:
@@ -52,11 +52,11 @@ class Wish:
     """How to run the draft."""
 
     tokens: int | None = None
-    """Tokens drafted per step; the draft's own length unless given; 0 turns speculation off."""
+    """Tokens drafted per step; defaults to the draft's own length; 0 turns speculation off."""
     width: int = 1
     """Children of each node of a tree; 1 is a chain."""
     cutoff: float | None = None
-    """Drafting stops before a token with a lower probability than this."""
+    """Drafting stops before a token less likely than this."""
     schedule: tuple[tune.Range, ...] = ()
     """Tokens by load, in place of `tokens`."""
     host: str = "127.0.0.1"
@@ -80,26 +80,27 @@ class Method:
     more: Mapping[str, Any] = field(default_factory=dict)
     """Settings that are always passed."""
     facts: tuple[str, ...] = ()
-    """Facts about the draft that the settings must name."""
+    """Facts about the draft that the settings must include."""
     takes: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
-    """Engine settings equivalent to ours: our name, and its value unless given; `tokens` is the number drafted per
-    step.  A draft without a folder is described by these alone."""
+    """Engine settings equivalent to ours: our name, and a default value; `tokens` is the number drafted per step.  A
+    draft without a folder is described by these alone.
+    """
     needs: tuple[tuple[str, str, Any], ...] = ()
     """Settings that a draft must have: our name, the key in config.json, the value."""
     in_anchor: str | None = None
-    """The engine's name for it when it also drafts in the anchor's slot; None if it is the same."""
+    """The engine's name for it if it also drafts in the anchor's slot; None if the name is the same."""
     in_target: bool = False
-    """The exported file holds the target too."""
+    """Whether the exported file also contains the target."""
     flag: str | None = None
     """The flag for the number of drafted tokens, if there is one."""
     since: Version = ()
     until: Version = ()
-    """The first version that no longer has it; () if none."""
+    """The first version that no longer has it; () if there is none."""
     varies: bool = False
-    """Draft length may depend on the load."""
+    """Whether the draft length may depend on the load."""
     trees: bool = False
     cuts: bool = False
-    """Has a confidence cut-off."""
+    """Whether it has a confidence cut-off."""
     notes: tuple[str, ...] = ()
 
     def taken(self, settings: Mapping[str, Any], tokens: int) -> Settings:
@@ -135,7 +136,7 @@ class Engine:
     names: tuple[str, ...] = ()
     """Aliases, in lower case."""
     packages: tuple[str, ...] = ()
-    """Distributions, one of which is in its environment; () is a program."""
+    """Distributions, one of which is in its environment; () for a standalone program."""
     port: int = 8000
     bad: tuple[Bad, ...] = ()
     image: str | None = None

@@ -23,10 +23,10 @@ from outrider.errors import ConfigError, DataError
 VARIABLE = "LLAMA_SERVER"
 """Environment variable that names the program."""
 ANSWERS_S = 600.0
-"""Longest that one request may take, in seconds."""
+"""Maximum duration of one request, in seconds."""
 STEP = re.compile(r"\| task (\d+) \| accepted +(\d+)/ *(\d+) draft tokens$")
 ERROR = re.compile(r"^[\d.]+ E (.*)")
-"""A line that is marked as an error, after its timestamp."""
+"""A line marked as an error, after its timestamp."""
 MOST_ERRORS = 4
 ENDED = re.compile(r"\| task (\d+) \| stop processing: ")
 
@@ -49,9 +49,9 @@ class Answer:
 
 
 def program(path: str | Path | None = None) -> Path:
-    """The server's program: as given, else from LLAMA_SERVER, else from the PATH.
+    """The server's program: as given, otherwise from LLAMA_SERVER or the PATH.
 
-    Raises ConfigError if there is none, with how to get it.
+    Raises ConfigError, which says how to get it, if there is none.
     """
     named = str(path or os.environ.get(VARIABLE) or "")
     executable = shutil.which(named or "llama-server")
@@ -124,7 +124,7 @@ def steps_of(log: Path, answers: Sequence[Answer]) -> list[list[Step]]:
         logged = f"{sum(drafted for drafted, _ in counts)} drafted tokens in {len(by_answer)} requests"
         answered = f"{sum(answer.drafted for answer in answers)} in {len(answers)}"
         raise DataError(
-            f"llama-server logged {logged}, but its answers tell of {answered}; this version logs its steps otherwise: "
+            f"llama-server logged {logged}, but its answers report {answered}; this version logs its steps otherwise: "
             "use one near 0c1e570"
         )
     return by_answer

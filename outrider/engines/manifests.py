@@ -1,11 +1,11 @@
 """The other files of a deployment: a Triton repository, Kubernetes, compose, Prometheus and a Grafana dashboard.  No
 torch.
 
-All are filled-in templates.  None contains a secret: a hub token is referenced by the Kubernetes secret that holds it.
-A server listens beyond loopback only inside its own container, and compose publishes to loopback.
+All of them are filled-in templates.  None contains a secret: a hub token is referenced by the Kubernetes secret that
+holds it.  A server listens beyond loopback only inside its own container, and compose publishes to loopback.
 
 The dashboard shows an engine's draft metrics under our names: tokens per step is 1 + accepted / drafts. vLLM,
-llama-server and `outrider serve` have counters, and vLLM and `outrider serve` count steps without a draft too; SGLang
+llama-server and `outrider serve` have counters, and vLLM and `outrider serve` also count steps without a draft; SGLang
 has gauges of its last logging interval; TensorRT-LLM has both, but no count of drafts.
 """
 
@@ -42,7 +42,7 @@ WATCHING = (
 )  # fmt: skip
 DASHBOARD = "grafana/dashboards/speculation.json"
 METRICS: Mapping[str, Mapping[str, str | None]] = yaml.safe_load(rendered("metrics.yaml"))
-"""Queries by engine, as in templates/metrics.yaml; "outrider" is `outrider serve`, which no file here starts."""
+"""Queries by engine, as in templates/metrics.yaml; "outrider" is `outrider serve`, which none of these files starts."""
 OWN = Engine("Outrider", "", {}, {}, ())
 
 
@@ -54,7 +54,7 @@ class Place:
     """Name given to everything that is created."""
     image: str | None = None
     gpus: int = 1
-    """GPUs per container; 0 is a machine without one."""
+    """GPUs per container; 0 for a machine without one."""
 
     def check(self) -> None:
         """Raises ConfigError for a name that Kubernetes rejects."""

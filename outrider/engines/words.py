@@ -23,7 +23,7 @@ GGUF_FILE = "model.gguf"
 """The model in an exported folder."""
 LAYER_FACTS = {"eagle3_layers_to_capture", "target_layer_ids"}
 SEQUENTIAL = ("Draft_Target", "NGram")
-"""TensorRT-LLM's decoding types that draft separately, for which steps can't overlap."""
+"""TensorRT-LLM's decoding types that draft separately, so that steps can't overlap."""
 ASSISTANT = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 """Settings of transformers that belong to the draft model."""
 Words = tuple[list[str], dict[str, str]]
@@ -56,7 +56,7 @@ def _vllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
 
 
 def _vllm_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
-    # compact: it is pasted into a shell
+    # compact, since it is pasted into a shell
     compact = json.dumps(settings, separators=(",", ":"))
     argv = ["--speculative-config", compact, "--per-request-spec-decode-metrics", "summary"] if settings else []
     return ["vllm", "serve", draft.target, *argv, *_parallel("--tensor-parallel-size", wish), *_address(wish)], {}
@@ -102,11 +102,11 @@ def _trtllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
         "eagle3_layers_to_capture": list(draft.taps), "target_layer_ids": list(draft.taps),
         "mask_token_id": dflash.get("mask_token_id"),
     }  # fmt: skip
-    # the original EAGLE-3, which names no layers: TensorRT-LLM guesses them correctly
+    # the original EAGLE-3, which does not name its layers: TensorRT-LLM guesses them correctly
     if not draft.taps and LAYER_FACTS & set(method.facts) and draft.format not in of_kind(draft.kind).guessed:
         key = of_kind(draft.kind).layers[str(draft.format)][0]
         raise ConfigError(
-            f"{draft.place} does not say which layers it reads; write {key} into its {CONFIG}, or export it again"
+            f"{draft.place} does not say which layers it reads; add {key} to its {CONFIG}, or export it again"
         )
     settings |= {name: facts[name] for name in method.facts if facts[name] not in (None, [])}
     settings |= method.taken(draft.settings, tokens)

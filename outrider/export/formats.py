@@ -1,8 +1,8 @@
 """The formats of other programs: list them, and detect the format of a folder.
 
-Anything a format has no key for (number of siblings, calibration, training) is written to `outrider.json` beside it:
-a manifest like a checkpoint's, and small weights that have no name in the format.  Engines ignore this file; imports
-read it.
+Anything a format has no key for (number of siblings, calibration, training) is written to `outrider.json` next to it: a
+manifest like a checkpoint's, and small weights that have no name in the format.  Engines ignore this file; imports read
+it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def matrix() -> list[dict[str, Any]]:
 
 
 def layout_of(format: str, kind: str, writes: bool) -> Layout:
-    """Raises ExportError for a method that this format does not support, or supports in the other direction only."""
+    """Raises ExportError for a method that this format does not support, or supports only in the other direction."""
     able = {
         name: one for name, one in find(format).items() if (one.config if writes else one.settings) is not None
     }  # fmt: skip
@@ -76,11 +76,11 @@ def is_checkpoint(folder: Path) -> bool:
 def identify(folder: Path, format: str | None = None, kind: str | None = None) -> tuple[str, str]:
     """(format, kind) of a folder in another program's format, from its config.json and the names of its weights.
 
-    format, kind: set if known; an Outrider export names both itself.  Raises ExportError if no format matches, or
+    format, kind: given if known; an Outrider export names both itself.  Raises ExportError if no format matches, or
     several do.
     """
     if is_checkpoint(folder):
-        raise ExportError(f"{folder} is a checkpoint already; use it as it is")
+        raise ExportError(f"{folder} is already a checkpoint; use it as it is")
     manifest = read_manifest(folder)
     if format in (None, manifest.get("format")):
         format, kind = manifest.get("format"), kind or manifest.get("kind")
@@ -90,7 +90,7 @@ def identify(folder: Path, format: str | None = None, kind: str | None = None) -
             "made from"
         )
     if not folders.has_config(folder):
-        raise ExportError(f"{folder} has no {CONFIG}; name the folder of a draft model as it was published")
+        raise ExportError(f"{folder} has no {CONFIG}; give the folder of a draft model as it was published")
     if kind is not None and format is None:
         raise ExportError(f"--kind {kind} needs a format too, since {folder} does not name its own; add --format")
     config = folders.read_config(folder)
@@ -105,7 +105,7 @@ def identify(folder: Path, format: str | None = None, kind: str | None = None) -
 
 
 def _named(config: Config) -> str:
-    """What a folder claims to be, for a message."""
+    """What a folder claims to be, for an error message."""
     if "general.architecture" in config:
         return f"is a GGUF file of architecture {config['general.architecture']!r}"
     key = next((key for key in ("speculators_model_type", "architectures") if config.get(key)), None)

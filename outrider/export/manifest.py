@@ -17,7 +17,7 @@ from outrider.formats.keys import CONFIG, MANIFEST, at, read_json
 VERSION = 1
 """Manifest version; equals `checkpoint.VERSION`, which is not imported because it would load torch."""
 WANTED = {
-    dict: "a mapping", str: "a text", int: "a whole number", list[int]: "a list of whole numbers, one per layer",
+    dict: "a mapping", str: "a text", int: "a whole number", list[int]: "a list of integers, one per layer",
 }  # fmt: skip
 TYPES: Mapping[str, Mapping[str, Any]] = {
     MANIFEST: {

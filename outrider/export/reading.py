@@ -26,11 +26,11 @@ from outrider.weights import described as described_weights
 from outrider.weights import is_larger, mistyped, not_finite, stale_map, weights_of
 
 STALE = "*rotary_emb*"
-"""Keys in other formats that hold no trained weights."""
+"""Keys in other formats that contain no trained weights."""
 BEGINNINGS = (
     "accuracies", "confidence_head.temperatures", "confidence_head.shifts", "candidate_selector.share",
 )  # fmt: skip
-"""Weights of ours with a usable initial value, so a folder may lack them.  All others start random."""
+"""Our weights that have a usable initial value, so that a folder may lack them.  All others start out random."""
 
 
 def import_folder(
@@ -49,7 +49,7 @@ def import_folder(
 
 
 def described(folder: Path, format: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Facts about the training of an imported folder, and measurements of its weights, from its manifest."""
+    """Facts about the training of an imported folder and measurements of its weights, from its manifest."""
     manifest = read_manifest(folder)
     facts = {
         "imported_from": str(folder),
@@ -69,7 +69,8 @@ def imported(
     _check_target(folder, manifest, target)
     try:
         weights = layout.reads(folder)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:  # by its own keys
+    # according to its own keys
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         what = f"can't be read as {kind}: {(first_line(error) or type(error).__name__)[:300]}"
         raise ExportError(f"{folder} {what}; copy the folder again") from error
     settings = settings_of(folder, target, format, kind)
@@ -93,7 +94,7 @@ def imported(
 
 
 def settings_of(folder: Path, target: Any, format: str, kind: str) -> dict[str, Any]:
-    """A folder's drafter settings as ours, including `kind`; reads no weights.  target: may be a sketch."""
+    """A folder's drafter settings converted to ours, including `kind`; reads no weights.  target: may be a sketch."""
     manifest, config, layout = read_manifest(folder), folders.read_config(folder), layout_of(format, kind, writes=False)
     assert layout.settings is not None
     # our manifest gives the settings that the format has no key for; the format's own keys take precedence
@@ -105,7 +106,9 @@ def settings_of(folder: Path, target: Any, format: str, kind: str) -> dict[str, 
 
 @contextmanager
 def _readable(folder: Path, format: str, kind: str) -> Iterator[None]:
-    """Turn any error into an ExportError: a config can hold anything, and any reader or constructor may fail on it."""
+    """Turn any error into an ExportError: a config can contain anything, and any reader or constructor may fail
+    on it.
+    """
     try:
         yield
     except ExportError as error:
@@ -118,7 +121,7 @@ def _readable(folder: Path, format: str, kind: str) -> Iterator[None]:
 
 
 def _check_sizes(settings: Any, weights: Mapping[str, Tensor], target: TransformersTarget) -> None:
-    """Refuse a config that describes a far larger model than its files hold, before allocating memory for it."""
+    """Refuse a config that describes a far larger model than its files contain, before allocating memory for it."""
     held = sum(weight.numel() for weight in weights.values())
     settings_read = (settings.model_dump(), getattr(settings, "architecture", None) or {})
     size = {key: value for place in settings_read for key, value in place.items() if type(value) is int}
@@ -130,7 +133,7 @@ def _check_sizes(settings: Any, weights: Mapping[str, Tensor], target: Transform
     widths.append(size.get("heads", size.get("num_attention_heads", 1)) * size.get("head_dim", 1))
     if max(layers * hidden, max(widths), layers * size.get("intermediate", 1) * hidden, hidden * widths[1]) > held:
         raise ExportError(
-            f"config.json describes a model larger than its weights, which hold {held:,} numbers; copy the folder again"
+            f"config.json describes a model larger than its weights, which have {held:,} numbers; copy the folder again"
         )
     for key in ("block", "length"):
         if size.get(key, 0) > target.spec.context:
@@ -218,13 +221,14 @@ def _is_within_a_step(weight: Tensor, theirs: Tensor) -> bool:
 
 
 def _is_copy(weight: Tensor, theirs: Tensor, rounded: bool) -> bool:
-    """Whether the two are equal after rounding to the coarser of their types.  rounded: the loaded target has 8-bit
-    weights."""
+    """Whether the two are equal after rounding to the coarser of their types.  rounded: whether the loaded target has
+    8-bit weights.
+    """
     if not weight.is_floating_point():
         return False
     if rounded:  # an 8-bit matrix only approximates the one that was copied
         return torch.allclose(weight.float(), theirs.float(), rtol=1e-2, atol=1e-2)
-    if {weight.dtype, theirs.dtype} == {torch.float16, torch.bfloat16}:  # both rounded from a finer original
+    if {weight.dtype, theirs.dtype} == {torch.float16, torch.bfloat16}:  # both were rounded from a finer original
         return torch.allclose(weight.float(), theirs.float(), rtol=torch.finfo(torch.bfloat16).eps, atol=2**-24)
     coarser = max(weight.dtype, theirs.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     return torch.equal(weight.to(coarser), theirs.to(coarser))
@@ -243,6 +247,6 @@ def _fill_unmapped(model: DraftModel, manifest: Config, layout: Layout, folder: 
         fits = False
     if not fits:
         raise ExportError(
-            f"{folder / MANIFEST} holds weights that this draft does not have; delete that file and import again"
+            f"{folder / MANIFEST} has weights that this draft does not have; delete that file and import again"
         )
     model.load_state_dict(restored, strict=False)

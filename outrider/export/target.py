@@ -20,7 +20,7 @@ from outrider.weights import weights_of
 
 
 def is_model(files: Sequence[Path]) -> bool:
-    """Whether GGUF files hold a language model rather than a draft model.  Raises ExportError for a damaged file."""
+    """Whether GGUF files contain a language model rather than a draft model.  Raises ExportError for a damaged file."""
     return reading.read_header(files[0]).keys.get("general.architecture") in ARCHITECTURES
 
 
@@ -48,7 +48,9 @@ def export_target(target: TransformersTarget, out: str | Path, precision: str | 
     if kind not in PRECISIONS:
         raise ConfigError(f"gguf can't be written in {kind!r}; choose one of {', '.join(PRECISIONS)}")
     if spec.quantised is not None:
-        raise ExportError(f"{spec.name} is quantised to {spec.quantised} here; load it without, and give --precision")
+        raise ExportError(
+            f"{spec.name} is quantised to {spec.quantised} here; load it unquantised, and give --precision"
+        )
     weights, lm = {name: one.detach().cpu() for name, one in weights_of(target.model).items()}, target.model
     keys = model.header(lm, target.tokenizer, kind)
     about = {
@@ -62,5 +64,7 @@ def export_target(target: TransformersTarget, out: str | Path, precision: str | 
         back = model.read_file(part / FILE)[1]
         meant = {name: file.rounded(name, weight, kind) for name, weight in weights.items()}
         if wrong := [name for name in meant if name not in back or not torch.equal(back[name], meant[name])]:
-            raise ExportError(f"{spec.name} as gguf reads back with other weights: {', '.join(wrong[:4])}; try again")
+            raise ExportError(
+                f"{spec.name} as gguf reads back with different weights: {', '.join(wrong[:4])}; try again"
+            )
     return Path(out)

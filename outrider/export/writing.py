@@ -90,5 +90,6 @@ def _compare(weights: Mapping[str, Tensor], written: Path, to: str, layout: Layo
         back = {ours: read_back[theirs] for ours, theirs in names.items() if theirs in read_back}
     if wrong := [name for name in meant if name not in back or not torch.equal(back[name].cpu(), meant[name])]:
         raise ExportError(
-            f"what was written as {to} reads back with other weights: {', '.join(wrong[:4])}; the folder was deleted"
+            f"what was written as {to} reads back with different weights: {', '.join(wrong[:4])}; the folder was "
+            "deleted"
         )

@@ -138,7 +138,7 @@ def taps(config: Config, format: str, method: Method) -> list[int]:
     if not ids:
         raise ExportError(f"{key} is missing; it names the layers that the draft reads; write them into config.json")
     if not isinstance(ids, list) or any(type(layer) is not int for layer in ids):
-        raise ExportError(f"{key} must be a list of whole numbers, one per layer, got {ids!r}; correct config.json")
+        raise ExportError(f"{key} must be a list of integers, one per layer, got {ids!r}; correct config.json")
     return list(keys.layers(method, format, config))
 
 

@@ -1,6 +1,6 @@
-"""C++ kernels for the few rows of a decoding step on a CPU, from the wheel, or compiled once per machine.
+"""C++ kernels for the few rows of a decoding step on a CPU, shipped in the wheel or compiled once per machine.
 
-`multiply` and `gated` for weights in panels (see `kernels.prepacked`), `attend`, and `race`, which draws tokens, are
+`multiply` and `gated` for weights in panels (see `kernels.prepacked`), `attend`, and `race`, which samples tokens, are
 torch operators; compiled packages call them by their C names.  The acceptance rule (see `cpu_acceptance`) is called
 with pointers.  The kernels use the compiler's vector types; its flags determine their width.
 """
@@ -42,7 +42,7 @@ SHIMS = {
     "quantized_rows": f"AOTITorchError aoti_torch_cpu_quantized_rows({TENSOR}, {TENSOR}, int64_t, int64_t, {TENSOR}*)",
     "attend": f"AOTITorchError aoti_torch_cpu_attend({TENSOR}, {TENSOR}, {TENSOR}, {TENSOR}, double, {TENSOR}*)",
 }
-"""C declarations by which compiled packages call the operators, without torch's dispatcher."""
+"""C declarations with which compiled packages call the operators, bypassing torch's dispatcher."""
 C_TYPES = {"b": ctypes.c_bool, "n": ctypes.c_int64, "p": ctypes.c_void_p}
 CALLED = {"accept": "bppnnnpppppppp", "sample": "bpnnpppp", "pack": "npnnp"}
 """Functions called with numbers and pointers to tensors, and the types of their arguments."""
@@ -50,7 +50,7 @@ TIMEOUT_S = 600
 
 
 def source() -> bytes:
-    """The text of all kernels."""
+    """The source text of all kernels."""
     return b"".join(path.read_bytes() for path in [*SOURCES, *sorted(Path(__file__).parent.glob("*.h"))])
 
 
@@ -90,7 +90,7 @@ def _check() -> None:
 def _loaded(path: Path) -> ctypes.CDLL:
     if path.is_relative_to(prebuilt.FOLDER):
         prebuilt.load_openmp()
-    # RTLD_GLOBAL: compiled packages look the kernels up by name
+    # RTLD_GLOBAL: compiled packages look up the kernels by name
     loaded = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     loaded.outrider_digest.restype = ctypes.c_uint64
     for name, types in CALLED.items():
@@ -128,14 +128,15 @@ def panel_width() -> int:
 
 
 def panels(weight: Tensor, pages: LargePages | None = None) -> Tensor:
-    """The weight [outputs, inner] as `multiply` reads it: [panels, inner, words] int32, a panel's outputs contiguous.
+    """The weight [outputs, inner] as `multiply` reads it: [panels, inner, words] int32, with each panel's outputs
+    contiguous.
 
-    A word is a float32, or two bfloat16 if every value is exactly one; the panel's first half is in the lower bits.
-    pages: where to store it; default new pages.
+    A word is a float32, or two bfloat16 if every value is exactly representable as bfloat16; the panel's first half is
+    in the lower bits.  pages: where to store it; by default, new pages.
     """
     width = panel_width()
     missing = -weight.shape[0] % width
-    rounded = F.pad(weight, (0, 0, 0, missing)) if missing else weight.contiguous()  # a pad of 0 would copy
+    rounded = F.pad(weight, (0, 0, 0, missing)) if missing else weight.contiguous()  # a pad of 0 would make a copy
     bits = rounded.view(-1, width, weight.shape[1]).transpose(1, 2).view(torch.int32)
     if not bool((bits & 0xFFFF).any()):
         low, high = bits.split(width // 2, -1)
@@ -169,7 +170,7 @@ def shared_library(path: Path, commands: Iterable[Sequence[str]]) -> Path:
 
     Raises OSError with the reason if it can't be compiled, or if another user could have written the file.
     """
-    if path.exists():  # also in a folder of an image, which belongs to root
+    if path.exists():  # also allowed in a folder of an image, which belongs to root
         return trusted.own_file(path)
     trusted.private_folder(path.parent)
     tool = compiler()

@@ -1,4 +1,4 @@
-"""How ggml stores quantised weights: rows of blocks, each with its own scales; and how to dequantise them.
+"""How ggml stores quantised weights (rows of blocks, each with its own scales), and how to dequantise them.
 
 The plain reference, against which the kernels that multiply blocks are tested.  The layouts are those of ggml-common.h
 in llama.cpp.  R rows, C columns.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Block(NamedTuple):
-    """A type of tensor: how its rows are cut into blocks."""
+    """A tensor type: how its rows are split into blocks."""
 
     name: str
     values: int
@@ -46,7 +46,7 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The numbers that the four bits of an IQ4 type stand for."""
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the floats of 4 bits of MXFP4."""
+"""MXFP4's 4-bit floats, times two."""
 
 
 def row_bytes(kind: str, columns: int) -> int:
@@ -64,7 +64,7 @@ class Parts(NamedTuple):
     """[n, G, values of a group], uint8, or int8 where offset is 0."""
     offset: int
     scales: Tensor
-    """[n, G] float32, as the minima."""
+    """[n, G] float32, like the minima."""
     mins: Tensor | None
 
     def values(self) -> Tensor:

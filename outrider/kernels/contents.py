@@ -2,7 +2,7 @@
 
 Packed weights, compiled packages and captured graphs depend on the old values.  torch counts most writes to a tensor,
 but not those through `.data`, as when PEFT merges adapters, weights are averaged or checkpoints are copied in.  So all
-weights are hashed before a batch of texts, which takes about as long as one or two plain steps.
+weights are hashed before each batch of texts, which takes about as long as one or two plain steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _held: ContextVar[bool] = ContextVar("held", default=False)
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Promises that weights don't change within this context: those hashed once are not hashed again in this thread."""
+    """Promises that weights don't change within this context: each is hashed at most once in this thread."""
     token = _held.set(True)
     try:
         yield
@@ -61,7 +61,7 @@ class Contents:
     def changes(self) -> list[str]:
         """Names of parameters and buffers that changed since the last call; none at the first one.
 
-        Increases their version counters, so that code that relies on these sees the change too.
+        Increases their version counters, so that code relying on these also sees the change.
         """
         if self._stamps is not None and _held.get():
             return []
@@ -85,7 +85,7 @@ def digests_of(tensors: Sequence[Tensor]) -> list[int]:
     """A hash of each tensor's contents; 0 for tensors without memory in this process."""
     hashed = [_digest(tensor) for tensor in tensors]
     sums = [each for each in hashed if isinstance(each, Tensor)]
-    on_device = iter(torch.stack(sums).tolist() if sums else ())  # waits for a GPU once
+    on_device = iter(torch.stack(sums).tolist() if sums else ())  # waits for a GPU only once
     return [next(on_device) if isinstance(each, Tensor) else each for each in hashed]
 
 

@@ -1,8 +1,8 @@
-"""The acceptance rule and draws on a CPU, from logits, of which only the rows on the accepted path are read.
+"""The acceptance rule and sampling on a CPU, from logits, reading only the rows on the accepted path.
 
-In torch, p of every row is computed, checked and drawn from with noise over the whole vocabulary, which takes a fifth
-of a sampled step of a small model.  Settings with truncation are left to torch.  Same noise and same tokens, except for
-ties that rounding decides.
+In torch, p of every row is computed, checked and sampled with noise over the whole vocabulary, which takes a fifth of a
+sampled step of a small model.  Settings with truncation are left to torch.  Uses the same noise and yields the same
+tokens, except for ties that rounding decides.
 
 B slots, N nodes, V vocabulary.
 """
@@ -38,7 +38,7 @@ def accept(draft: Draft, logits: Tensor, temperature: Tensor, streams: Streams) 
         draft.tokens, draft.parents, draft.sizes, temperature.to(logits.dtype), streams.seeds, streams.index,
         streams.seeded,
     ]  # fmt: skip
-    held = [each if each is None else each.contiguous() for each in held]  # until the kernel has returned
+    held = [each if each is None else each.contiguous() for each in held]  # kept alive until the kernel has returned
     pointers = [each if each is None else each.data_ptr() for each in (logits, q, *held)]
     is_double = logits.dtype == torch.float64
     kernels.call("accept", is_double, *pointers[:2], slots, width - 1, vocabulary, *pointers[2:], out.data_ptr())
@@ -46,13 +46,13 @@ def accept(draft: Draft, logits: Tensor, temperature: Tensor, streams: Streams) 
 
 
 def accept_greedy(draft: Draft, logits: Tensor, choice: Tensor | None = None) -> Tensor:
-    """As `accept`, for greedy slots; `choice` is not used."""
+    """Like `accept`, for greedy slots; `choice` is not used."""
     nothing = torch.zeros(len(logits), dtype=torch.int64)
     return accept(replace(draft, q=None), logits, nothing, Streams(nothing, nothing))
 
 
 def sample(logits: Tensor, temperature: Tensor, streams: Streams, depth: int) -> tuple[Tensor, Tensor]:
-    """The distribution q [B, V] of logits [B, V] at `temperature` [B], and a drafted token per slot drawn from it."""
+    """The distribution q [B, V] of logits [B, V] at `temperature` [B], and a drafted token per slot sampled from it."""
     logits, keys = wide(logits).contiguous(), streams.key(depth, Purpose.DRAFT).contiguous()
     q, tokens = torch.empty_like(logits), torch.empty_like(keys)
     temperature = temperature.to(logits.dtype).contiguous()

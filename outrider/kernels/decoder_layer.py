@@ -1,4 +1,4 @@
-"""The Triton kernels of `gpu`, under the same names, in the order of a decoder layer.
+"""The Triton kernels of `gpu`, under the same names, in the order in which a decoder layer uses them.
 
 Each starts while the previous one runs (programmatic dependent launch), prefetches its weights to the L2 cache, and
 then waits for its input rows.
@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LINE = tl.constexpr(64)
-"""16-bit values in the 128 bytes that are fetched at once."""
+"""Number of 16-bit values in the 128 bytes that are fetched at once."""
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton interprets kernels on the CPU, for tests."""
 DEPENDENT = tl.constexpr(not IS_INTERPRETED)
@@ -84,7 +84,7 @@ def project(
     KEYS: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """out [M, QUERIES + 2 KEYS]: queries, keys and values of the normed x."""
+    """out [M, QUERIES + 2 KEYS]: queries, keys and values of the normalised x."""
     tile = tl.program_id(0)
     N: tl.constexpr = QUERIES + 2 * KEYS
     first: tl.constexpr = QUERIES // BLOCK_N
@@ -106,7 +106,7 @@ def gate(
     x, norm, gate, up, out, M, eps, K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """out [M, N]: silu(gate) * up of the normed x.  A program has BLOCK_N / 2 rows of each weight."""
+    """out [M, N]: silu(gate) * up of the normalised x.  A program has BLOCK_N / 2 rows of each weight."""
     half: tl.constexpr = BLOCK_N // 2
     n = tl.arange(0, BLOCK_N)
     rows = tl.program_id(0) * half + n % half
@@ -122,7 +122,7 @@ def add(
     x, weight, before, out, M, K: tl.constexpr, N: tl.constexpr, ADDED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """out [M, N]: `before` plus the product of x, or the product alone."""
+    """out [M, N]: `before` plus the product of x, or just the product."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     sums, _ = _multiply(x, x, weight + n.to(tl.int64) * K, M, K, False, BLOCK_M, BLOCK_N, BLOCK_K, PREFETCH)
@@ -151,7 +151,7 @@ def rotate(
     projected, query_norm, key_norm, cos, sin, starts, query, keys, values, width, eps, slot_stride, head_stride,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate the heads of one row; writes queries [M, h, d], and keys and values to the cache [slots, H,
+    """Normalise and rotate the heads of one row; writes queries [M, h, d], and keys and values to the cache [slots, H,
     length, d]."""
     row, head = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, D)

@@ -1,11 +1,11 @@
 """A decoder layer for a few rows on a GPU, in seven Triton kernels that read weights and cache once.
 
-The pass of a step multiplies every weight by a few rows, so reading the weights is the lower bound of its time.  The
+The pass of a step multiplies every weight by only a few rows, so the time to read the weights is a lower bound.  The
 operations between products are fused with them: the norm before a product, the gate and the residual after it, head
 norms and rotary positions with the write to the cache.  The kernels are in `decoder_layer`.
 
-A row's result does not depend on the number of rows, up to `FEW`: products sum over K in one order, attention over
-columns in chunks of one size.  So a drafted chain is verified with the same logits, to the last bit, as in plain steps.
+A row's result does not depend on the number of rows, up to `FEW`: products sum over K in a fixed order, attention over
+columns in chunks of a fixed size.  So a drafted chain is verified with bit-identical logits to those of plain steps.
 
 M rows of a pass (slots times tokens per slot, n), K inner and N outer size of a weight, h query heads, H key heads, d
 their size.  All tensors are contiguous; weights are [N, K] as in `nn.Linear`.
@@ -25,7 +25,7 @@ from outrider.kernels import decoder_layer
 from outrider.kernels.decoder_layer import IS_INTERPRETED
 
 FEW = 32
-"""Rows up to which these products are faster than torch's."""
+"""Number of rows up to which these products are faster than torch's."""
 CHUNK, QUERIES, SPLITS = 128, 16, 16
 """Columns and query rows of an attention program, and chunks of columns combined at a time.  The same in all passes, so
 that sums don't depend on their sizes."""
@@ -42,7 +42,7 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     prefetch: int
-    """Steps whose weights are prefetched before the kernel waits for its rows."""
+    """Number of steps whose weights are prefetched before the kernel waits for its rows."""
 
     def launch_options(self, x: Tensor, *outer: int) -> dict[str, Any]:
         """Options of a launch for x [M, K] and weights of `outer` rows each."""
@@ -67,7 +67,7 @@ class Heads(NamedTuple):
 def project(
     x: Tensor, norm: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, eps: float, tiles: Tiles
 ) -> Tensor:  # fmt: skip
-    """Queries, keys and values of normed x [M, K]: [M, h d + 2 H d].  weights, biases: of all three."""
+    """Queries, keys and values of normalised x [M, K]: [M, h d + 2 H d].  weights, biases: of all three."""
     query, key, value = weights
     rows, inner = x.shape
     out, options = x.new_empty(rows, sum(map(len, weights))), tiles.launch_options(x, len(query), len(key))
@@ -79,7 +79,7 @@ def project(
 
 
 def gate(x: Tensor, norm: Tensor, gates: Tensor, ups: Tensor, eps: float, tiles: Tiles) -> Tensor:
-    """silu(gates) * ups of normed x [M, K]: [M, N]."""
+    """silu(gates) * ups of normalised x [M, K]: [M, N]."""
     rows, inner = x.shape
     out, options = x.new_empty(rows, len(gates)), tiles.launch_options(x, 2 * len(gates))
     decoder_layer.gate[2 * len(gates) // options["BLOCK_N"],](
@@ -110,7 +110,7 @@ def rotated(
     projected: Tensor, norms: Sequence[Tensor], cos_sin: Sequence[Tensor], starts: Tensor, keys: Tensor, values: Tensor,
     width: int, eps: float, heads: Heads,
 ) -> Tensor:  # fmt: skip
-    """Queries [M, h, d] from the output of `project`, normed and rotated; keys and values are written to the cache
+    """Queries [M, h, d] from the output of `project`, normalised and rotated; keys and values are written to the cache
     [slots, H, length, d].
 
     norms: of queries and keys.  cos_sin: cos and sin [M, d].  starts [R]: number of columns per slot before the pass.
@@ -127,7 +127,9 @@ class CachedAttention:
     """Attention of a pass's queries over the cache, in chunks of columns."""
 
     def __init__(self, like: Tensor, starts: Tensor, tree: Tensor, end: int, heads: Heads):
-        """like: a tensor of the pass's dtype and device.  tree [R, n, n] bool; end: most columns that are read."""
+        """like: a tensor of the pass's dtype and device.  tree [R, n, n] bool; end: maximum number of columns that are
+        read.
+        """
         self.starts, self.tree, self.heads = starts, tree.contiguous().view(torch.uint8), heads
         self.width, self.splits = tree.shape[-1], triton.cdiv(end, CHUNK)
         cells = len(starts) * self.width, heads.queries, self.splits

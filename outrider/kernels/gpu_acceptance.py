@@ -1,9 +1,9 @@
-"""The acceptance rule and draws over large vocabularies on a GPU: logits are read once or twice and never copied.
+"""The acceptance rule and sampling over large vocabularies on a GPU: logits are read once or twice and never copied.
 
-With p [B, N+1, V] in float32, residuals and noise, the plain `accept` moves many times the bytes of the logits.  These
-kernels compute p from logits where it is needed, and write only a few numbers per row and node.  They support
-temperatures; top-k and other truncations are torch's.  They use the same noise and choose the same tokens, except for
-ties that rounding decides.
+With p [B, N+1, V] in float32, residuals and noise, the plain `accept` moves many times as many bytes as the logits
+have.  These kernels compute p from logits where it is needed, and write only a few numbers per row and node.  They
+support temperatures; top-k and other truncations are left to torch.  They use the same noise and choose the same
+tokens, except for ties that rounding decides.
 
 B slots, N nodes, R = B * (N + 1) rows, V vocabulary.
 """
@@ -65,7 +65,7 @@ class RowStatistics(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """A draft in the form that kernels read."""
+    """A draft in the form that the kernels read."""
 
     tokens: Tensor
     parents: Tensor
@@ -76,7 +76,7 @@ class Nodes(NamedTuple):
     depths: Tensor
     """[R]."""
     ranks: int
-    """Most later siblings of a node; 0 for chains."""
+    """Maximum number of later siblings of a node; 0 for chains."""
 
     @classmethod
     def of(cls, draft: Draft) -> Nodes:
@@ -86,7 +86,7 @@ class Nodes(NamedTuple):
         if draft.branches and draft.q is not None:
             ranks = max((tree.count(parent) - 1 for tree in draft.tree for parent in tree), default=0)
         q = tokens if draft.q is None else _dense_rows(draft.q)
-        is_there = draft.sizes.device == tokens.device  # as in a captured step, which can send nothing
+        is_there = draft.sizes.device == tokens.device  # as in a captured step, which can't send anything
         sizes = draft.sizes if is_there else to_device(draft.live, tokens.device)
         return cls(tokens, parents, sizes, q, depths.expand(slots, -1).contiguous().flatten(), ranks)
 
@@ -113,19 +113,19 @@ def accept(draft: Draft, logits: Tensor, temperature: Tensor, streams: Streams) 
 
 
 def accept_greedy(draft: Draft, logits: Tensor, choice: Tensor | None = None) -> Tensor:
-    """As `accept`, for greedy slots.  choice [B, N+1] as in `Scores`; if given, logits are not read."""
+    """Like `accept`, for greedy slots. choice [B, N+1] as in `Scores`; if given, logits are not read."""
     choice = likeliest(logits) if choice is None else choice.contiguous()
     return walk(RowStatistics(logits, *(choice,) * 6), Nodes.of(draft), None, choice)
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """As `state.likeliest`, for logits [B, n, V]."""
+    """Like `state.likeliest`, for logits [B, n, V]."""
     rows = read(logits, logits.new_zeros(len(logits)))
     return torch.where(rows.best.isfinite(), rows.choice.long(), -1).view(logits.shape[:-1])
 
 
 def sample(logits: Tensor, temperature: Tensor, streams: Streams, depth: int) -> tuple[Tensor, Tensor]:
-    """The distribution q [B, V] of logits [B, V] at `temperature` [B], and a drafted token per slot drawn from it."""
+    """The distribution q [B, V] of logits [B, V] at `temperature` [B], and a drafted token per slot sampled from it."""
     rows = read(logits[:, None], temperature)
     q = torch.empty(logits.shape, dtype=rows.temperature.dtype, device=logits.device)
     depths = torch.full((len(logits),), depth, device=logits.device)
@@ -138,7 +138,7 @@ def sample(logits: Tensor, temperature: Tensor, streams: Streams, depth: int) ->
 def read(
     logits: Tensor, temperature: Tensor, nodes: Nodes | None = None, streams: Streams | None = None
 ) -> RowStatistics:
-    """Read logits [B, n, V] once, and the q of nodes if they have one."""
+    """Read logits [B, n, V] once, and the q of the nodes if they have one."""
     logits, is_wide, device = _dense_rows(logits), logits.dtype == torch.float64, logits.device
     slots, width, _ = logits.shape
     wide, count = torch.float64 if is_wide else torch.float32, slots * width
@@ -181,7 +181,7 @@ def drawn(
     only_seeded: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[R] tokens drawn from every row.  only_seeded: only for seeded slots.  out [R, V]: gets p."""
+    """[R] tokens sampled from every row.  only_seeded: only for seeded slots. out [R, V]: receives p."""
     best, token = rows.parts(len(rows.best), torch.float64, torch.int32)
     tokens = torch.empty(len(best), dtype=torch.int64, device=best.device)
     kernels.draw[best.shape](
@@ -199,8 +199,8 @@ def walk(
 ) -> Tensor:  # fmt: skip
     """[B, N+4] as in `accept`, but without the next token if nodes are judged by q.
 
-    masses: None without q.  draws [R]: the target's own tokens, -1 after logits that are not finite.  left [B, N]: gets
-    the residual probability of each tested node.
+    masses: None without q.  draws [R]: the target's own tokens, -1 after logits that are not finite.  left [B, N]:
+    receives the residual probability of each tested node.
     """
     (slots, count), is_judged = nodes.tokens.shape, masses is not None
     out = torch.full((slots, count + 4), -1, dtype=torch.int64, device=nodes.tokens.device)
@@ -218,7 +218,7 @@ def walk(
 def emit(
     rows: RowStatistics, nodes: Nodes, masses: Tensor, streams: Streams, walked: Tensor, out: Tensor | None = None
 ) -> None:  # fmt: skip
-    """Draw the token after each path into `walked`.  out [B, V]: gets its distribution, not normalised."""
+    """Sample the token after each path into `walked`. out [B, V]: receives its unnormalised distribution."""
     wide = rows.temperature.dtype
     best, rest_best, token, rest_token, mass = rows.parts(
         len(walked), torch.float64, torch.float64, torch.int32, torch.int32, wide
@@ -244,5 +244,5 @@ def _dense_rows(x: Tensor) -> Tensor:
 
 
 def _bits(flags: Tensor | None, instead: Tensor) -> Tensor:
-    """Flags as bytes; without them any tensor, which is not read."""
+    """Flags as bytes; if there are none, any tensor, which is not read."""
     return instead if flags is None else flags.view(torch.uint8)

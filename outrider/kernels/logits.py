@@ -1,6 +1,6 @@
 """The Triton kernels of `gpu_acceptance`: they read logits in chunks and write a few numbers per row and node.
 
-A row's results don't depend on the rows beside it: chunks have one size and are combined in one order.  Results of
+A row's results don't depend on the other rows: chunks have a fixed size and are combined in a fixed order.  Results of
 chunks are [rows, splits].  The noise is that of `decoding.noise`, number by number.
 
 B slots, N nodes, R = B * (N + 1) rows of a pass, V vocabulary; WIDE is the type in which probabilities are computed.

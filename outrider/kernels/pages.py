@@ -18,7 +18,7 @@ class LargePages:
     """Memory for tensors that are read in sequence, and stored contiguously."""
 
     def __init__(self, size: int):
-        """size: most bytes of all tensors; pages that are never written take no memory."""
+        """size: maximum bytes of all tensors; pages that are never written take no memory."""
         self._memory = _mapped(size) if size >= PAGE else None
         self._end = 0
 

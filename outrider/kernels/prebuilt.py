@@ -2,7 +2,7 @@
 
 The libraries have a C interface and use torch's (`aoti_torch_...`), so one file serves every Python and torch that
 Outrider supports.  A file's name contains a hash of the sources: after a change there is none until
-`scripts/prebuild.py` has run again.  Which of the code's paths are compiled depends only on these instruction sets, so
+`scripts/prebuild.py` has run again.  Which code paths are compiled depends only on these instruction sets, so
 a machine that has one of the files gains nothing by compiling.
 """
 
@@ -41,7 +41,7 @@ VARIANTS = {
     "dotprod": Variant("aarch64", ("-march=armv8.2-a+dotprod",), frozenset({"asimd", "asimddp"})),
     "neon": Variant("aarch64", ("-march=armv8-a",), frozenset({"asimd"})),
 }
-"""Best first, of each machine."""
+"""Best first, for each machine."""
 
 
 def path_of(name: str, source: bytes) -> Path:
@@ -64,6 +64,6 @@ def path(source: bytes) -> Path | None:
 
 
 def load_openmp() -> None:
-    """Make torch's OpenMP visible to the libraries, which name none: torch's wheels rename theirs."""
+    """Make torch's OpenMP visible to the libraries, which don't link one: torch's wheels rename theirs."""
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     ctypes.CDLL(str(bundled[0]) if bundled else "libgomp.so.1", ctypes.RTLD_GLOBAL)

@@ -1,10 +1,10 @@
-"""Linear layers with weights packed for products with a few rows, if that is measured to be faster.
+"""Linear layers with weights packed for products with a few rows, if measurements show that to be faster.
 
 torch computes float32 products on a CPU with MKL, which is slow for the few rows of a decoding step on some CPUs.  The
 alternatives are oneDNN's packed weights and `panels`, a kernel of `outrider.kernels`, if there is a C++ compiler.
 Panels are read once for up to a dozen rows, take half the bytes if all values are exactly bfloat16, and sum each output
-in one order whatever the number of rows.  All are timed on a few of the model's own layers.  The packed copy takes as
-much memory as the weights, or half of it.
+in a fixed order whatever the number of rows.  All of them are timed on a few of the model's own layers.  The packed
+copy takes as much memory as the weights, or half of it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Way = Literal["plain", "onednn", "panels"]
 SHARE = 0.5
 """Fraction of the free memory that a model's packed copy may take; larger models are not packed."""
 SAMPLE_BYTES = 2**26
-"""Bytes of weights on which the ways are timed: more than most caches hold."""
+"""Bytes of weights on which the alternatives are timed: more than most caches hold."""
 SAMPLE_ROWS = (1, 8)
 PANELS = "panels"
 """Name of a layer's panels while they are traced."""
@@ -49,8 +49,8 @@ class Prepacked(NamedTuple):
 def pack(model: nn.Module, changed: Collection[str] = ()) -> None:
     """Pack the weights of the linear layers of `model` if that is faster; they are used only within `enabled`.
 
-    changed: names of weights to pack again, even if their version counters did not change.
-    A layer whose weight changes afterwards multiplies the usual way again.
+    changed: names of weights to repack even if their version counters did not change.
+    A layer whose weight changes afterwards falls back to the usual product.
     """
     for name, module in model.named_modules():
         if f"{name}.weight" in changed and isinstance(module, nn.Linear):
@@ -80,7 +80,7 @@ def halve(model: nn.Module) -> None:
 
 
 class Packed:
-    """A model with packed weights, which are packed again when they change."""
+    """A model with packed weights, which are repacked when they change."""
 
     def __init__(self, model: nn.Module):
         pack(model)
@@ -88,7 +88,7 @@ class Packed:
         self._contents.changes()
 
     def refresh(self) -> bool:
-        """Whether a weight changed since the last call, in whatever way."""
+        """Whether a weight changed in any way since the last call."""
         changed = self._contents.changes()
         if changed:
             pack(self.model, changed)
@@ -97,7 +97,9 @@ class Packed:
 
 @contextmanager
 def enabled(*ways: Way) -> Iterator[None]:
-    """Within this context, layers use their packed weights in this thread, or only those of these `ways`."""
+    """Within this context, layers use their packed weights in this thread (only those packed in these `ways`, if
+    given).
+    """
     token = _open.set(ways or ("onednn", "panels"))
     try:
         yield
@@ -139,7 +141,7 @@ def layout(model: nn.Module) -> list[tuple[str, object]]:
 
 @contextmanager
 def as_parameters(model: nn.Module) -> Iterator[None]:
-    """Within this context, panels are parameters of their layers, so that a traced graph names them.
+    """Within this context, panels are parameters of their layers, so that a traced graph refers to them by name.
 
     Not buffers, which inductor would copy.
     """
@@ -157,8 +159,9 @@ def as_parameters(model: nn.Module) -> Iterator[None]:
 
 
 def panels_of(layers: Sequence[nn.Linear | Quantized]) -> Tensor:
-    """The panels of these layers as one tensor, copied unless they are contiguous; each layer's are views of it
-    afterwards, so that memory holds them once."""
+    """The panels of these layers as one tensor, copied unless they are contiguous; each layer's panels then become
+    views of it, so that they are in memory only once.
+    """
     parts = [_panels(layer) for layer in layers]
     offsets = {(part.untyped_storage().data_ptr(), part.storage_offset()) for part in parts}
     starts = itertools.accumulate((part.numel() for part in parts[:-1]), initial=parts[0].storage_offset())
@@ -226,7 +229,7 @@ def _fits(layer: nn.Linear) -> bool:
     ):
         return False
     forward = vars(layer).get("forward")
-    # ours is packed again once its weight has changed; a foreign `forward` stays
+    # ours is repacked once its weight has changed; a third-party `forward` is kept
     is_ours = isinstance(forward, functools.partial) and forward.func is _forward
     return forward is None or (is_ours and (layer not in _weights or _weights[layer].stamp != _stamp(layer)))
 
@@ -274,7 +277,7 @@ def _fastest(layers: Sequence[nn.Linear]) -> Way:
     sizes = itertools.accumulate(layer.weight.nbytes for layer in layers)
     sample = [layer.weight for layer, size in zip(layers, sizes, strict=True) if size <= SAMPLE_BYTES]
     sample = sample or [layers[0].weight]
-    widths = {each.shape[1] for each in sample}  # a layer tied to another's weight may be wider than it says
+    widths = {each.shape[1] for each in sample}  # a layer tied to another's weight may be wider than it claims
     inputs = {(rows, width): torch.ones(rows, width) for rows in SAMPLE_ROWS for width in widths}
 
     def multiply(way: Way, weights: Sequence[Tensor]) -> None:

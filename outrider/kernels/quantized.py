@@ -1,9 +1,9 @@
 """Linear layers and embeddings whose weights stay in the blocks of a GGUF file.
 
 A weight is scale * number + min (see `kernels.blocks`).  Products are computed in float32, equal to those of the
-dequantised weights except for the order of sums; or in integers (`activations="int8"`), which is another function of
-the same weights, defined by `product_in_integers`.  In both cases a row's result is bit for bit the same whatever rows
-are computed beside it, and on every processor.
+dequantised weights except for the summation order; or in integers (`activations="int8"`), which is another function of
+the same weights, defined by `product_in_integers`.  In both cases a row's result is bit for bit the same whatever other
+rows are computed with it, and on every processor.
 
 The kernel (`quantized.cpp`) reads weights in panels of 16 rows, packed once.  Without a C++ compiler blocks are not
 packed, and every product dequantises them.
@@ -56,7 +56,7 @@ SPREAD = {
 }  # fmt: skip
 """Divisors of random scales, so that weights are about 1."""
 LEAST = 1e-30
-"""If all activations of a group are smaller, they count as 0."""
+"""If all activations of a group are smaller than this, they count as 0."""
 
 
 _plainly: ContextVar[bool] = ContextVar("plainly", default=False)
@@ -164,7 +164,7 @@ class QuantizedEmbedding(Quantized):
 
     @classmethod
     def of(cls, linear: QuantizedLinear, scale: float = 1.0) -> QuantizedEmbedding:
-        """An embedding tied to this head: the blocks are in memory once."""
+        """An embedding tied to this head: the blocks are in memory only once."""
         return cls(linear.kind, linear.packed, linear.rows, linear.columns, scale)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -233,7 +233,9 @@ def product_in_integers(x: Tensor, weights: Parts) -> Tensor:
     total = x.new_zeros(len(numbers), rows, dtype=torch.float32)
     for n in range(count):
         scale = x_scales[:, n * group // WIDTH, None]
-        products = (of_x[:, n].double() @ integers[:, n].double().T).float()  # of integers: exact until it is rounded
+        products = (
+            of_x[:, n].double() @ integers[:, n].double().T
+        ).float()  # a sum of integers: exact until it is rounded
         if weights.mins is None and not weights.offset:
             total = fused(products, scales[:, n] * scale, total)
             continue

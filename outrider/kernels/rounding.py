@@ -1,7 +1,7 @@
 """Round matrices to the blocks of GGUF files.
 
 Q8_0, Q4_0 and Q5_0 are rounded by llama.cpp's own library.  Q4_K, which it can't write, is rounded as llama.cpp does
-without an importance matrix: of 21 scales for each 32 weights the one with the least weighted squared error is taken,
+without an importance matrix: of 21 scales for each 32 weights, the one with the least weighted squared error is chosen,
 each with the scale and minimum of a weighted least-squares fit.
 """
 
@@ -14,11 +14,11 @@ from outrider.kernels.blocks import BLOCKS
 
 MODES = ("q8_0", "q4_0", "q4_k")
 ENDS = "Q8_0"
-"""The type of embedding and output layer, which lose the most by fewer bits."""
+"""The type of the embedding and output layer, which suffer most from fewer bits."""
 NARROW = {"Q4_K": "Q5_0"}
-"""The type of rows that are no whole number of blocks."""
+"""The type for rows that are not a whole number of blocks."""
 STEPS = torch.arange(21) / 10 - 1 + 15
-"""Largest numbers that the scales of Q4_K are tried with."""
+"""Largest numbers with which the scales of Q4_K are tried."""
 TOGETHER = 2**22
 """Weights that are rounded at once."""
 
@@ -91,7 +91,7 @@ def _error(x: Tensor, numbers: Tensor, scale: Tensor, low: Tensor, weights: Tens
 
 
 def _six_bits(values: Tensor) -> tuple[Tensor, Tensor]:
-    """values [n, 8] as a factor float16 [n, 1] and whole numbers up to 63, uint8 [n, 8]."""
+    """values [n, 8] as a factor float16 [n, 1] and integers up to 63, uint8 [n, 8]."""
     largest = values.amax(-1, keepdim=True)
     numbers = torch.where(largest == 0, 0.0, values * 63 / largest).round().clamp(max=63)
     return (largest / 63).half(), numbers.to(torch.uint8)

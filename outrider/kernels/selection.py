@@ -1,4 +1,4 @@
-"""Selects the kernels that accept and draw on a device: ours, if they choose the same tokens as the plain rule.
+"""Selects the kernels that accept and sample on a device: ours, if they choose the same tokens as the plain rule.
 
 They need CUDA and Triton, or a C++ compiler on a CPU, and are tested once per device and process.
 """
@@ -31,7 +31,7 @@ CHAIN, TREE = (-1, 0, 1, 2), (-1, -1, -1, 0, 0)
 
 @functools.cache
 def acceptance_kernels(device: torch.device) -> AcceptanceKernels | None:
-    """The kernels that accept and draw on this device; None for the plain rule."""
+    """The kernels that accept and sample on this device; None for the plain rule."""
     if device.type not in ("cpu", "cuda") or (device.type == "cpu" and library() is None):
         return None
     kernels: AcceptanceKernels = cpu_acceptance
@@ -44,14 +44,14 @@ def acceptance_kernels(device: torch.device) -> AcceptanceKernels | None:
     except Exception as error:  # no Triton, no C compiler for it, or an unsupported GPU
         wrong = first_line(error)
     if wrong:
-        log.info("torch accepts and draws drafts on %s, without kernels: %s", device, wrong)
+        log.info("drafts on %s are accepted and sampled by torch, without kernels: %s", device, wrong)
         return None
     return kernels
 
 
 @torch.inference_mode()
 def difference(kernels: AcceptanceKernels, device: torch.device) -> str:
-    """How the kernels' results differ from the plain rule's; "" if they don't."""
+    """How the kernels' results differ from those of the plain rule; "" if they don't."""
     noise = torch.Generator().manual_seed(11)
     index = torch.arange(SLOTS)
     for parents in (CHAIN, TREE):
@@ -80,16 +80,16 @@ def _difference(
     if accepted(kernels.accept(draft, logits, temperature, streams)) != accept(
         draft, tempered(logits, temperature), streams
     ):
-        return "our kernels accept other tokens than the plain rule"
+        return "our kernels accept different tokens from the plain rule"
     choice = likeliest(logits)
     one_hot = torch.zeros_like(logits).scatter_(-1, choice[..., None], 1.0)
     expected = accept(Draft.fixed(tokens, parents, sizes), one_hot, streams)
     if any(accepted(kernels.accept_greedy(draft, logits, known_choice)) != expected for known_choice in (None, choice)):
-        return "our kernels accept other greedy tokens than the plain rule"
+        return "our kernels accept different greedy tokens from the plain rule"
     plain = tempered(logits[:, 0], temperature)
     sampled_q, drawn = kernels.sample(logits[:, 0], temperature, streams, 2)
     if not torch.equal(drawn, streams.draw(plain, 2, Purpose.DRAFT)) or float((sampled_q - plain).abs().max()) > 1e-5:
-        return "our kernels draw other tokens than the plain rule"
+        return "our kernels sample different tokens from the plain rule"
     return ""
 
 

@@ -25,7 +25,7 @@ MIN_REPEATS, MAX_REPEATS, ENOUGH_S = 3, 12, 0.015
 PROCESSES = 3
 """Number of processes that measure, the first ones."""
 TRIES, LONG_S = 3, 5.0
-"""Most attempts of a process while other programs disturb it; a longer attempt is the last."""
+"""Maximum number of attempts of a process while other programs disturb it; a longer attempt is the last."""
 OTHERS = 0.3
 """Processors in use by other programs, from which on a measurement counts as disturbed."""
 BUSY = 1.5

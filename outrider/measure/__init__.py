@@ -1,1 +1,1 @@
-"""Drafters measured against the target alone in the same run: acceptance, speed, latency, exactness."""
+"""Measures drafters against the target alone in the same run: acceptance, speed, latency, exactness."""

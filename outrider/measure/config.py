@@ -27,9 +27,9 @@ class Config(Base):
     tasks: tuple[str, ...] = Field(("stdlib",), min_length=1)
     """Names from `outrider tasks`, or files of prompts."""
     prompts: PositiveInt = 24
-    """Prompts measured per task; more are tried if some fall into loops."""
+    """Number of prompts measured per task; more are tried if some answers fall into loops."""
     max_new_tokens: PositiveInt = 96
-    """Most tokens per answer."""
+    """Maximum number of tokens per answer."""
     temperatures: tuple[NonNegativeFloat, ...] = Field((0.0, 1.0), min_length=1)
     """Temperatures at which every drafter is measured; 0 is greedy."""
     baseline_temperatures: tuple[NonNegativeFloat, ...] | None = Field(None, min_length=1)
@@ -37,34 +37,41 @@ class Config(Base):
     baselines: tuple[str | dict[str, Any], ...] = ()
     """Other drafters measured in the same run: kinds, kinds with settings, or checkpoint folders."""
     batch: PositiveInt = 1
-    """Prompts served together, plain and drafted alike."""
+    """Number of prompts served together, both plain and drafted."""
     processes: PositiveInt = 1
-    """Processes that share the prompts.  Each loads target and drafters; on one machine they slow each other down."""
+    """Number of processes that share the prompts.  Each loads target and drafters; on one machine they slow each other
+    down.
+    """
     repeats: NonNegativeInt = 2
-    """How often a run of seconds is measured again while other programs keep the machine busy."""
+    """How often a run that takes seconds is repeated while other programs keep the machine busy."""
     overwrite: bool = False
-    """Measure all prompts again, and replace a report of more prompts, tasks or drafters, or of other settings."""
+    """Measure all prompts again, and replace a report even if it has more prompts, tasks or drafters, or other
+    settings.
+    """
     thinking: bool | None = None
     """Passed to the chat template as `enable_thinking`; by default the template decides."""
     data: str | None = None
     """Folder with task files (gsm8k.jsonl and so on), used instead of the hub's."""
     revisions: dict[str, str] = Field(default={})
-    """Pins, by task as in `tasks`: a commit of the data set (by default the newest), or `sha256:...` of a file."""
+    """Pinned revision of each task, named as in `tasks`: a commit of the data set (by default the newest), or
+    `sha256:...` of a file.
+    """
     traced_prompts: NonNegativeInt = 4
-    """Prompts of each task that are run once more, untimed, to record every drafted token."""
+    """Number of prompts per task that are rerun, untimed, to record every drafted token."""
     min_first_ngrams: NonNegativeFloat = 0.6
-    """A prompt loops if less than this share of its plain text's 8-grams occurs for the first time.  Looping prompts,
-    and prompts answered with one token, are listed and left out; 0 keeps all."""
+    """An answer loops if fewer than this share of the 8-grams in the plain text occur for the first time.  Prompts
+    whose answers loop or have a single token are listed and left out; 0 keeps all.
+    """
     seed: int = 0
-    """Seed of the draws at temperatures above 0."""
+    """Seed for sampling at temperatures above 0."""
     quantize: Quantization | None = None
     """Quantize the linear layers of this run's own draft model, independently of the target; int8 needs torchao."""
     policy: Literal["fixed", "auto"] = "fixed"
-    """How much is drafted: all that the drafter offers, or what pays off according to measured seconds."""
+    """How much is drafted: everything the drafter offers, or what pays off according to measured times."""
     verification: str = "standard"
     """`standard`, or `block`, which accepts more of a sampled chain; both are exact.  `typical`, `relaxed`,
     `relay(cues=FILE)`, `scorer(tau=NUMBER)` and `counterfactual(swap=FILE)` accept tokens that the acceptance rule
-    would reject; every row of the report notes it."""
+    would reject; every row of the report says so."""
     allow_lossy: bool = Field(default=False, validate_default=True)
     """Required for a lossy verification."""
 

@@ -1,4 +1,4 @@
-"""What times depend on besides the code: machine, libraries, number type.  Times of two reports are compared only if
+"""What timings depend on besides the code: machine, libraries, number type.  Times of two reports are compared only if
 these agree.
 
 Outrider's commit is not part of it, since it usually differs between two reports.
@@ -36,7 +36,7 @@ def fingerprint(target: Any = None, **more: Fact) -> dict[str, Fact]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cpu_governor": _or_none(lambda: GOVERNOR.read_text().strip() or None),
         "cpu_share": machine.cpu_share(),
-        # whole gigabytes: the kernel's own share varies from boot to boot
+        # whole gigabytes: the kernel's own share varies between boots
         "memory_gb": _or_none(lambda: round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)),
         "threads": torch.get_num_threads(),
         "system": platform.system(),

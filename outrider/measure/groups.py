@@ -25,7 +25,8 @@ from outrider.targets.hf.transformers import TransformersTarget
 
 SHARED_NOISE = False
 """Seeds only make sampled runs repeatable; tokens are drawn as for requests without a seed.  Drafts that share the
-target's noise, to give the same text as without a drafter, are accepted less often."""
+target's noise, so as to give the same text as without a drafter, are accepted less often.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def rotated(table: Sequence[Measured], index: int) -> list[int]:
 def _requests(
     target: TransformersTarget, group: Sequence[PreparedPrompt], config: Config, temperature: float, tenant: str = ""
 ) -> list[list[Request]]:
-    """tenant: keeps what a drafter remembers of texts at one temperature from those at another."""
+    """tenant: separates what a drafter remembers at one temperature from other temperatures."""
     return [
         prompts.requests(target, each.prompt, each.references, config, temperature, each.index, tenant)
         for each in group
@@ -117,7 +118,7 @@ def _requests(
 
 
 def _calm(record: Record, work: Callable[[], list[Run]], repeats: int) -> list[Run]:
-    """The runs of the calmest of several tries, which note the time lost to other programs, as does the record."""
+    """The runs of the least disturbed of several tries; they and the record note the time lost to other programs."""
     tries, lost = calmest(work, repeats)
     for run in tries[0]:
         run.lost = lost[0].lost
@@ -162,7 +163,7 @@ def restore(
 ) -> list[str]:  # fmt: skip
     """Restore policies and drafters of a task after an interruption, from the records of this process.
 
-    Policies get back their state.  Drafters that learn are run again, untimed.  Returns the entries whose policy can't
+    Policies get their state back.  Drafters that learn are rerun, untimed.  Returns the entries whose policy can't
     be restored.
     """
     served = [record for record in records if record.prompts]
@@ -202,7 +203,7 @@ def _teach(
 
 
 def with_load(before: Load, records: Sequence[Record]) -> Load:
-    """The load so far, together with that of further records."""
+    """The load so far, combined with that of further records."""
     unique = list({id(record): record for record in records}.values())
     runs = [run for record in unique for prompt in record.prompts for run in (*prompt.runs, *prompt.plain.values())]
     every = [each for record in unique for each in record.contention]

@@ -29,7 +29,7 @@ from outrider.storage.json_text import parse_json
 NAME = "prompts"
 """Files are called prompts.jsonl, and prompts.1.jsonl and so on for further processes."""
 START_S = 600.0
-"""Longest wait for the first process to load its models."""
+"""Maximum wait for the first process to load its models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Record:
     contention: list[Contention] = field(default_factory=list)
     """Of each timed run."""
     policies: list[dict[str, Any] | None] = field(default_factory=list)
-    """State of each entry's policy afterwards; None if it can't be written."""
+    """State of each entry's policy afterwards; None if it can't be serialised."""
 
     def of(self, index: int) -> PromptRecord:
         return self.prompts[self.indices.index(index)]
@@ -88,14 +88,14 @@ RECORDS = TypeAdapter(Record)
 
 
 class Journal:
-    """Records in memory, and in files of `folder` unless that is None."""
+    """Records in memory, and in files in `folder` unless it is None."""
 
     def __init__(
         self, folder: Path | None = None, facts: Mapping[str, Any] | None = None, rank: int = 0, again: bool = False
     ):
         """facts: what the measurements depend on.  again: ignore existing files.
 
-        Of several processes, number 0 decides which files are used; the others wait for it.  Raises DataError for a
+        With several processes, number 0 decides which files are used; the others wait for it.  Raises DataError for a
         file that can't be read or written.
         """
         self.folder, self.rank = folder, rank
@@ -147,7 +147,7 @@ class Journal:
             time.sleep(0.1)
 
     def _begin(self) -> None:
-        """Prepare this process's file for appending.  A last line that its process did not finish is removed."""
+        """Prepare this process's file for appending.  An incomplete last line is removed."""
         path = self.path
         assert path is not None
         try:
@@ -169,7 +169,7 @@ class Journal:
             os.fsync(file.fileno())
 
     def append(self, record: Record) -> None:
-        """Add a record; it is on the disk when this returns."""
+        """Add a record; it is on disk when this returns."""
         self.records.append(record)
         self.own_records.append(record)
         if self.path is not None:

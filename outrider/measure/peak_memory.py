@@ -12,7 +12,7 @@ import torch
 from outrider import machine
 
 PEAK = "5"
-"""Written to clear_refs, it makes Linux reset the peak of resident memory to its current value."""
+"""Written to clear_refs, this makes Linux reset the peak of resident memory to its current value."""
 
 
 def reset(device: torch.device, process: Path = Path("/proc/self")) -> bool:

@@ -35,7 +35,7 @@ class Run:
     reached: list[int] = field(default_factory=list)
     """Depth of each step's draft; if the text ended within it, the depth that was judged."""
     seconds: float = 0.0
-    """In a batch, its share of the batch's time, by tokens."""
+    """In a batch: its share of the batch's time, by tokens."""
     first_s: float = 0.0
     """Until its first tokens."""
     done_s: float = 0.0
@@ -60,10 +60,10 @@ class Run:
     lost: float | None = None
     """Share of its time lost to other programs."""
     repeats: int = 0
-    """How often it was measured again because of that."""
+    """How often it was repeated because of that."""
 
     def joined(self, other: Run) -> Run:
-        """This run and the next turn's as one.  Seconds to the first token add up, since a reader waits for each."""
+        """This run and the next turn's as one.  Seconds to the first token add up, since a user waits for each."""
         peaks = [run.memory_peak_bytes for run in (self, other) if run.memory_peak_bytes is not None]
         lost = [run.lost for run in (self, other) if run.lost is not None]
         added = (
@@ -103,7 +103,7 @@ class Measured:
     """The policy object, one for all prompts of the task."""
     batch: int = 1
     processes: int = 1
-    """Processes that measured side by side on this machine."""
+    """Number of processes that measured side by side on this machine."""
     verification: str = "standard"
     traced: list[TracedPrompt] = field(default_factory=list)
     rejections: Rejections | None = None
@@ -112,9 +112,9 @@ class Measured:
 
 
 class Overlaps(NamedTuple):
-    """Which prompts occur in what a drafter was trained on or drafts from."""
+    """Which prompts occur in the texts that a drafter was trained on or drafts from."""
 
     contaminated: Mapping[tuple[str, str], bool]
     """By task and prompt id; prompts that were not checked are missing."""
     rule: str = ""
-    """What counts as an occurrence, in words."""
+    """Description of what counts as an occurrence."""

@@ -29,7 +29,7 @@ from outrider.targets.hf.transformers import TransformersTarget
 ENTROPIES = (0.1, 0.5, 1.0, 2.0)
 """Bin edges, in nats."""
 RANKS = (2, 3, 6, 21)
-"""First ranks of all bins but the first."""
+"""First ranks of all bins except the first."""
 ENTROPY_NAMES = ("below 0.1", "0.1 to 0.5", "0.5 to 1", "1 to 2", "2 and more")
 RANK_NAMES = ("1", "2", "3-5", "6-20", ">20")
 KINDS = ("word", "number", "space", "punctuation", "symbol", "hangul", "other script", "special")
@@ -112,7 +112,7 @@ def _traced_tokens(
     for depth, token in enumerate(progress.tokens):
         children = [n for n in range(size) if draft.tree[0][n] == at]
         is_accepted = depth < progress.accepted
-        # of equal siblings the first is accepted; if none is accepted, the first represents all
+        # among equal siblings the first is accepted; if none is, the first represents them all
         node = next(
             (n for n in children if is_accepted and draft.ids[0][n] == token), children[0] if children else None
         )
@@ -138,13 +138,14 @@ def _traced_tokens(
 
 
 def _short(number: Tensor) -> float:
-    """Six digits: enough for readers, and half the size of a float in a file."""
+    """Six digits: enough for readers, and half the size of a full float in a file."""
     return float(f"{float(number):.6g}")
 
 
 def _chance(p: Tensor, draft: Draft, children: Sequence[int]) -> float:
-    """The probability that one of these siblings is accepted, before they are drawn: each overlaps with the residual
-    that earlier siblings leave.  p [V]."""
+    """The probability, before they are sampled, that one of these siblings is accepted: each overlaps with the residual
+    that earlier siblings leave.  p [V].
+    """
     residual, rejected = p, 1.0
     for node in children:
         if draft.q is not None:
@@ -161,7 +162,7 @@ def _chance(p: Tensor, draft: Draft, children: Sequence[int]) -> float:
 
 
 class _TokenTexts:
-    """Texts and kinds of tokens.  The texts of a run join to the run's text; special tokens are written by name."""
+    """Texts and kinds of tokens.  The texts concatenate to the run's text; special tokens are written by name."""
 
     def __init__(self, target: TransformersTarget):
         self.tokenizer = target.tokenizer
@@ -176,7 +177,7 @@ class _TokenTexts:
         if self.stream is None:
             return self.of(token)
         if token in self.special:
-            # if this is the last token, also the text that waited for a following one
+            # if this is the last token, also the text held back for a following one
             return self.stream.push([], is_last).text + self.of(token)
         return self.stream.push([token], is_last).text
 
@@ -185,7 +186,9 @@ class _TokenTexts:
 
 
 def kind_of(text: str) -> str:
-    """The class of a token's text, by its letters, else digits, else marks.  Incomplete characters are allowed."""
+    """The class of a token's text: by its letters if any, otherwise by digits, otherwise by punctuation.  Incomplete
+    characters are allowed.
+    """
     stripped = text.strip()
     if not stripped:
         return "space"
@@ -194,7 +197,7 @@ def kind_of(text: str) -> str:
         return "hangul"
     classes = [unicodedata.category(letter)[0] for letter in stripped]
     letters = [name for name, kind in zip(names, classes, strict=True) if kind in "LM"]
-    # partial characters decode to the replacement sign: byte-level vocabularies split rare scripts
+    # partial characters decode to the replacement character: byte-level vocabularies split rare scripts
     if "\ufffd" in stripped or (letters and not any(name.startswith(("LATIN", "FULLWIDTH LATIN")) for name in letters)):
         return "other script"
     if letters:
@@ -229,5 +232,5 @@ def _entropy_name(nats: float | None) -> str | None:
 
 
 def _rank_name(rank: int | None) -> str | None:
-    """The rank's bin; an id outside the target's vocabulary has the lowest."""
+    """The rank's bin; an id outside the target's vocabulary goes into the lowest."""
     return RANK_NAMES[-1] if rank is None else RANK_NAMES[bisect_right(RANKS, rank)]

@@ -128,7 +128,7 @@ def batches(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def _times(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
-    """How a step's seconds are spent, and latencies."""
+    """How the seconds of a step are spent, and latencies."""
     parts = {name: sum(getattr(run, f"{name}_s") for run in runs) for name in ("draft", "verify", "other")}
     inside = sum(parts.values())
     alone = sum(run.draft_s + run.verify_s + run.other_s for run in plain)
@@ -212,7 +212,7 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def _clean(measured: Measured, prompts: Sequence[PromptResult], rule: str) -> Clean | None:
-    """Figures over the prompts that were checked and not found; None if none was checked."""
+    """Figures over the prompts that were checked and not found in a source; None if none was checked."""
     if all(prompt.contaminated is None for prompt in prompts):
         return None
     clean = [(s, prompt) for s, prompt in zip(measured.samples, prompts, strict=True) if prompt.contaminated is False]
@@ -294,7 +294,7 @@ def _curve(seconds: Sequence[float], at: Sequence[int] = range(101)) -> list[flo
 def training_of(manifest: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -> Training:
     """The report's summary of a drafter's training."""
     training = manifest.get("training", {})
-    # a best checkpoint excludes what was trained after it
+    # a best checkpoint excludes training that came after it
     lines = [line for line in metrics if training.get("step") is None or line["step"] <= training["step"]]
     held_out: Mapping[str, Any] = next((line["held_out"] for line in reversed(lines) if "held_out" in line), {})
     return Training(

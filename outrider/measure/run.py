@@ -1,6 +1,6 @@
-"""Measure drafters and plain decoding in one run, alternating prompt by prompt, so that noise affects all alike.
+"""Measure drafters and plain decoding in one run, alternating prompt by prompt, so that noise affects them all alike.
 
-Every prompt is continued by transformers' `generate`, by this engine without a drafter, and by every drafter.
+Every prompt is continued by transformers' `generate`, by this engine without a drafter, and with every drafter.
 Speed-up is plain time over drafted time on the same prompts and lengths.  Exactness is equality with `generate`, token
 for token.
 """
@@ -72,11 +72,10 @@ def evaluate(
 
     target: names and folders are loaded.  drafters: one or several kinds such as `ngram`, or folders of trained ones;
     or a mapping from names in the report to these, or to drafters.
-    training: by drafter, as from `row.training_of`.  overlaps: by drafter; drafters that were not checked are missing.
-    drawn: prompts by task, if `draw` was called before.  on_prompt: as in `measure`.
-    done: earlier measurements, which are not repeated.  shard: this process's share, if others measure the rest into
-    the same folder; on_wait is called while waiting for them, and may raise.
-    Raises DataError if all prompts of a task are left out.
+    training: by drafter, as returned by `row.training_of`.  overlaps: by drafter; drafters that were not checked are
+    missing.  drawn: prompts by task, if `draw` was called before.  on_prompt: as in `measure`.  done: earlier
+    measurements, which are not repeated.  shard: this process's share, if others measure the rest into the same folder;
+    on_wait is called while waiting for them, and may raise.  Raises DataError if all prompts of a task are left out.
     """
     config = config or Config()
     target = as_target(target)
@@ -137,7 +136,7 @@ def measure_share(
 ) -> Journal:  # fmt: skip
     """Measure this process's share of the prompts of every task, except for what `done` has, and add it to `done`.
 
-    Returns when all prompts are measured: if other processes leave out prompts, this one measures more.
+    Returns when all prompts are measured: if other processes leave prompts out, this one measures more.
     """
     _check(target, entries, config)
     done = Journal() if done is None else done
@@ -167,7 +166,7 @@ def _prepare_task(
     config: Config,
     done: Journal,
 ) -> None:
-    """Warm up, and restore what policies and drafters had learnt when the task was interrupted."""
+    """Warm up, and restore what policies and drafters had learnt before the task was interrupted."""
     records = [
         record for record in done.own_records if record.task == task_name(task) and journal.is_of(record, prompts)
     ]
@@ -205,7 +204,7 @@ def _warn_of_load(done: Journal, record: Record) -> None:
     lost = [each.lost or 0.0 for each in record.contention if each.is_high]
     if lost and sum(any(each.is_high for each in earlier.contention) for earlier in done.own_records) == 1:
         log.warning(
-            "other programs took %.0f %% of a run's time: short runs are measured again while that lasts, and the "
+            "other programs took %.0f %% of a run's time: short runs are repeated while that lasts, and the "
             "report marks times that can't be trusted; stop these programs for accurate times", 100 * max(lost),
         )  # fmt: skip
 
@@ -216,7 +215,7 @@ def _next_group(
 ) -> list[PreparedPrompt]:  # fmt: skip
     """The next prompts to serve together, with the target's own answers; empty if no more are needed.
 
-    A prompt is needed while fewer than `config.prompts` before it are measured or may still be.
+    A prompt is needed as long as fewer than `config.prompts` before it are measured or might still be.
     """
     group: list[PreparedPrompt] = []
     records = done.by_index(task, prompts)

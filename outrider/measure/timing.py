@@ -1,4 +1,6 @@
-"""Timed decoding of requests in a batch: every step is recorded, its seconds split into the two models and the rest."""
+"""Timed decoding of requests in a batch: every step is recorded, and its seconds are split into the two models and the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def run_batch(
                 step = state.timing
                 now = time.perf_counter()
                 slots = len(state.rows)
-                # a step within a single call counts as the models' time
+                # a step within a single call counts as time of the models
                 seconds = (step.draft, step.verify, step.other, clock.since(step.began) or step.verify)
                 parts = tuple(part / slots for part in seconds)  # type: ignore[assignment]
             run = runs[progress.request]
@@ -110,7 +112,7 @@ class ModelClock:
         return timed
 
     def since(self, moment: float) -> float:
-        """Seconds inside calls that began after `moment`; forgets all calls so far."""
+        """Seconds inside calls that began after `moment`; clears all calls so far."""
         seconds = sum(end - began for began, end in self._calls if began >= moment)
         self._calls.clear()
         return seconds

@@ -1,4 +1,4 @@
-"""Whether a measured speed-up is plausible: the bound from the run's own step times, and how busy the machine was."""
+"""Whether a measured speed-up is plausible: a bound from the run's own step times, and how busy the machine was."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUSY = 0.25
 
 
 def trust(measured: Measured, speedup: float) -> dict[str, Any]:
-    """The row's fields about the trust in its speed-up, which is removed if it is impossible."""
+    """The row's fields on whether its speed-up can be trusted; an impossible speed-up is removed."""
     samples = measured.samples
     possible = possible_speedup(samples)
     lost = [run.lost for sample in samples for run in (sample.run, sample.plain) if run.lost is not None]
@@ -64,7 +64,7 @@ def possible_speedup(samples: Sequence[Sample]) -> float:
 
 
 def _steps(group: Sequence[Sample], of: Callable[[Sample], Run]) -> int:
-    """Steps that served a batch: those of its longest run."""
+    """Number of steps that served a batch: those of its longest run."""
     return max(of(sample).steps for sample in group)
 
 

@@ -22,7 +22,7 @@ from outrider.targets.quantised import dtype_of
 from outrider.targets.sizes import frequencies
 
 BLOCK_ROWS = {"cpu": 128}
-"""Rows of drafted blocks per attention call in training, by device; 1024 on others."""
+"""Rows of drafted blocks per attention call in training, by device type; 1024 on others."""
 
 
 class Attend(Protocol):
@@ -68,7 +68,7 @@ def attending(mask: Tensor | None, cache: Any = None) -> Attend:
     before: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
-        if layer in before:  # the layer is recomputed, and the cache has grown since
+        if layer in before:  # the layer is recomputed, and the cache has grown in the meantime
             k, v = (torch.cat([old, new_rows], 2) for old, new_rows in zip(before[layer], (k, v), strict=True))
         elif cache is not None:
             new = k.shape[2]
@@ -81,8 +81,9 @@ def attending(mask: Tensor | None, cache: Any = None) -> Attend:
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's RMSNorm with the weight cast to the input's dtype: under autocast they differ, and torch would not use
-    its fused kernel."""
+    """torch's RMSNorm with the weight cast to the input's dtype: under autocast they differ, in which case torch would
+    not use its fused kernel.
+    """
 
     def __init__(self, size: int, eps: float = 1e-6):
         super().__init__(size, eps=eps)
@@ -175,7 +176,7 @@ def recomputable(forward: Callable[Concatenate[L, P], Tensor]) -> Callable[Conca
     The `Attend` may then be called twice per pass, and must return the same both times.
     """
 
-    # a layer draws no random numbers
+    # a layer uses no random numbers
     twice: Callable[..., Tensor] = functools.partial(
         checkpoint, forward, use_reentrant=False, preserve_rng_state=False
     )  # fmt: skip
@@ -311,14 +312,14 @@ def block_mask(
 
 
 class BlockAttention:
-    """Attention of drafted blocks in training as under `block_mask`, a few blocks at a time.
+    """Attention of drafted blocks in training, equal to that under `block_mask` but a few blocks at a time.
 
-    Blocks do not attend to each other, so one mask over all would hide most scores; here a group of blocks gets only
+    Blocks do not attend to each other, so one mask over all would hide most scores; here a group of blocks sees only
     its own keys and the context up to its last anchor.
     """
 
     def __init__(self, anchors: Tensor, block: int, documents: Tensor, live: Tensor, window: int | None = None):
-        """As `block_mask`; anchors ascending."""
+        """Like `block_mask`; anchors ascending."""
         self._length, self._width = documents.shape[1], block
         self._blocks = max(1, BLOCK_ROWS.get(anchors.device.type, 1024) // block)
         groups = anchors.split(self._blocks, 1)
@@ -329,7 +330,8 @@ class BlockAttention:
         self._masks = [block_mask(at, end, block, documents, there, window) for at, there, end in parts]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
-        if self._masks[0].dtype != q.dtype:  # once for all layers, which would each keep a copy for the backward pass
+        # once for all layers; otherwise each would keep a copy for the backward pass
+        if self._masks[0].dtype != q.dtype:
             self._masks = [torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf) for mask in self._masks]
         rows, outputs = self._blocks * self._width, []
         block_parts = (x[:, :, self._length :].split(rows, 2) for x in (k, v))

@@ -43,7 +43,7 @@ class Batch:
     top: TopLogprobs | None = None
     """The target's likeliest tokens, if the feature cache stores them in place of hidden states."""
     per_row: int = 1
-    """Most texts in one row; above 1 in a packed batch."""
+    """Maximum number of texts in one row; above 1 in a packed batch."""
     share: Share | None = None
     """The rows of this process, if several processes split the batch."""
     stripe: Stripe | None = None
@@ -83,12 +83,14 @@ class Share(NamedTuple):
     """Tokens, loss mask and documents of all rows, without states."""
     rows: slice
     counts: bool = True
-    """False if there were too few rows for all processes: this one repeats another's, which must not count twice."""
+    """False if there were too few rows for all processes: this process then repeats another's row, which must not be
+    counted twice.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What features were computed from; a consumer refuses a source that does not match."""
+    """What the features were computed from; a consumer refuses a source that does not match."""
 
     target: TargetSpec
     taps: tuple[int, ...]
@@ -115,25 +117,25 @@ class FeatureSource(Protocol):
         """The batch of optimiser step `step`, counted from 0."""
 
     def packed(self, steps: range) -> Iterator[Batch]:
-        """The texts of these steps, several to a row, in batches within the source's token budget."""
+        """The texts of these steps, several per row, in batches within the source's token budget."""
 
     def share(self, rank: int, count: int, stripe: Stripe | None = None) -> None:
-        """From now on yield the rows of process `rank` of `count`, with their `Share`; taps of `stripe`, or all."""
+        """From now on, yield the rows of process `rank` of `count`, with their `Share`; taps of `stripe`, or all."""
 
 
 class Predictions(Protocol):
     """Rows that a method predicts in one batch; logits come in chunks, so the full [M, V] never exists."""
 
     labels: Tensor
-    """[M] int64, the token that followed."""
+    """[M] int64, the actual next token."""
     weight: Tensor
-    """[M] float32: 0 where nothing is trained, else the paper's weight for this depth; a run may override it."""
+    """[M] float32: 0 where nothing is trained, otherwise the paper's weight for this depth; a run may override it."""
     depth: Tensor
     """[M] int64, 0 = first drafted token."""
     block: Tensor
     """[M] int64, the same for all rows of a rollout; a chunk never splits one."""
     vocabulary: int
-    """V; the trainer chooses the number of rows per chunk by it."""
+    """V; the trainer derives the number of rows per chunk from it."""
 
     def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
         """(draft logits [m, V], target logits [m, V], rows), about `rows` rows at most at a time."""
@@ -159,18 +161,19 @@ class DraftModel(nn.Module, ABC):
     target: Target
     taps: tuple[int, ...]
     reads_target: bool = True
-    """It needs the target's embedding, head or states, not only its tokens."""
+    """Whether it needs the target's embedding, head or states, not only its tokens."""
     reads_states: bool = True
-    """It reads hidden states of the target."""
+    """Whether it reads hidden states of the target."""
     rows_are_independent: bool = True
-    """A row's loss depends on that row alone; False if it depends on other rows of the batch, which may be in other
-    processes."""
+    """Whether a row's loss depends on that row alone; False if it depends on other rows of the batch, which may be in
+    other processes.
+    """
     progress: float = 1.0
-    """Share of the training that is done, set before every step; 1 outside of training."""
+    """Share of training completed, set before every step; 1 outside of training."""
     _target_head: tuple[tuple[torch.dtype, str], nn.Module] | None = None
 
     def begin(self, counts: Tensor) -> None:
-        """Called once before the first step, to initialise what depends on the data.  counts [V] int64."""
+        """Called once before the first step, to initialise whatever depends on the data.  counts [V] int64."""
 
     def check_split(self, count: int) -> None:
         """Raises ConfigError if texts can't be split over `count` processes."""
@@ -201,7 +204,7 @@ class DraftModel(nn.Module, ABC):
 
     @property
     def reduced(self) -> DraftVocabulary | None:
-        """The reduced vocabulary, if it drafts fewer tokens by the target's head; else None."""
+        """The reduced vocabulary, if it drafts fewer tokens with the target's head; otherwise None."""
         return None
 
     def over_all_tokens(self) -> DraftModel:
@@ -213,7 +216,7 @@ class DraftModel(nn.Module, ABC):
         dtype = multiplied_in(hidden)
         if dtype == hidden.dtype or self.target.spec.quantised is not None:
             return self.target.head(hidden)
-        # autocast caches casts of trained weights only, and would cast the frozen head again at every product
+        # autocast caches only casts of trained weights, and would cast the frozen head again for every product
         key = dtype, self.target.spec.weights_hash
         if self._target_head is None or self._target_head[0] != key:
             every = torch.arange(self.target.spec.vocabulary, device=self.target.device)
@@ -221,7 +224,7 @@ class DraftModel(nn.Module, ABC):
         return self._target_head[1](hidden)
 
     def terms(self, rows: Any, part: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
-        """As `Predictions.extra`; rows: what `predict` returned."""
+        """Like `Predictions.extra`; rows: what `predict` returned."""
         return {}
 
     def served(self, rows: Any, part: slice, draft: Tensor) -> Tensor | None:
@@ -233,7 +236,7 @@ class DraftModel(nn.Module, ABC):
         return {}
 
     def settled(self, held_out: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """Weights, by name, that are set after training from the measurements on held-out answers."""
+        """Weights, by name, to set after training based on the measurements on held-out answers."""
         return {}
 
     @classmethod

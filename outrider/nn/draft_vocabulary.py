@@ -19,8 +19,8 @@ from outrider.targets.protocol import Target
 class DraftVocabulary(nn.Module):
     """The tokens that can be drafted, the most frequent ones, and the target's head over them.
 
-    The head is borrowed and frozen; only the ids are saved.  In training all other tokens are one last column, to which
-    the draft gives no probability: their mass counts as rejected.
+    The head is borrowed and frozen; only the ids are saved.  In training all other tokens form one last column, to
+    which the draft gives no probability: their mass counts as rejected.
     """
 
     ids: Tensor
@@ -35,7 +35,7 @@ class DraftVocabulary(nn.Module):
         self.register_load_state_dict_post_hook(lambda *_: self._heads.clear())
 
     def begin(self, counts: Tensor) -> None:
-        """Choose the most frequent tokens, the lower id of equals.  counts [V]."""
+        """Choose the most frequent tokens, the lower id on a tie.  counts [V]."""
         self.ids.copy_(most_frequent(counts, len(self.ids)))
         self._heads.clear()
 
@@ -74,11 +74,11 @@ class DraftVocabulary(nn.Module):
         return torch.cat([draftable, others[:, None]], -1)
 
     def reduced_top(self, top: TopLogprobs, rows: Tensor) -> Tensor:
-        """As `reduced`, for these rows of the target's likeliest tokens."""
+        """Like `reduced`, for these rows of the target's likeliest tokens."""
         at, logprobs = self.labels(top.ids[rows]), top.logprobs[rows].float()
         size, count, is_other = len(self.ids), self.target.spec.vocabulary, at == len(self.ids)
         even = top.rest[rows].float() - math.log(max(count - at.shape[1], 1))
-        evenly = even + (count - size - is_other.sum(-1)).log()  # others that are not among the likeliest
+        evenly = even + (count - size - is_other.sum(-1)).log()  # other tokens that are not among the likeliest
         others = torch.cat([logprobs.masked_fill(~is_other, -torch.inf), evenly[:, None]], -1).logsumexp(-1)
         columns = even[:, None].repeat(1, size + 1).scatter_(1, at, logprobs)
         columns[:, size] = others
@@ -95,7 +95,7 @@ def check_size(target: Target, size: int) -> None:
 
 
 def most_frequent(counts: Tensor, size: int) -> Tensor:
-    """[size] ids, ascending, of the highest counts [V]; the lower id of equals."""
+    """[size] ids, ascending, of the highest counts [V]; the lower id on a tie."""
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 

@@ -23,7 +23,7 @@ MarkovKind = Literal["vanilla", "gated", "rnn"]
 
 
 class MarkovHead(nn.Module):
-    """A low-rank bias on slot k's logits from the token in slot k - 1 (slot 0: the anchor).  (DSpark, arXiv
+    """A low-rank bias on slot k's logits from the token in slot k - 1 (for slot 0, the anchor).  (DSpark, arXiv
     2607.05147.)
 
     vanilla: W2 W1[x].  gated: W2 (g * W1[x]) with g = sigmoid(A [h; W1[x]]).  rnn: a gated recurrent state along the
@@ -80,7 +80,8 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """Probability that slot k is accepted if the slots before it are: sigmoid((w [h; W1[x]] + b + shift_k) / T_k).
+    """Probability that slot k is accepted given that the slots before it are: sigmoid((w [h; W1[x]] + b + shift_k) /
+    T_k).
 
     It does not depend on slot k's token.  Shifts and temperatures are calibrated after training; see
     `outrider.training.fitting.calibrate`.
@@ -105,7 +106,7 @@ class ConfidenceHead(nn.Module):
 
     def served(self, logits: Tensor) -> Tensor:
         """Calibrated confidences [..., K], float32, of a whole block's logits [..., K]."""
-        # float32: near 1, bf16 has steps of 0.004, which add up in products of slots
+        # float32: near 1, bf16 has steps of 0.004, which add up in products over slots
         return ((logits.float() + self.shifts.float()) / self.temperatures.float()).sigmoid()
 
 
@@ -128,7 +129,7 @@ class ReducedHead(nn.Module):
 
     @torch.no_grad()
     def begin(self, counts: Tensor) -> None:
-        """Choose the most frequent tokens, the lower id of equals, and copy the target's rows for them.  counts [V]."""
+        """Choose the most frequent tokens (the lower id on a tie) and copy the target's rows for them.  counts [V]."""
         ids = most_frequent(counts, len(self.d2t)).to(self.d2t.device)
         self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
         self.t2d.fill_(False)[ids] = True
@@ -169,8 +170,9 @@ class VocabularyModel(DraftModel):
 
 
 class PrefixGRU(nn.Module):
-    """A state of a block's tokens so far: one layer of torch's GRU without biases, with its parameter names.  g state
-    size."""
+    """A state of a block's tokens so far: one layer of torch's GRU without biases, with the same parameter names.  g:
+    state size.
+    """
 
     def __init__(self, size: int, state: int):
         super().__init__()
@@ -228,7 +230,9 @@ class ResidualBlock(nn.Module):
 # ── the rank of the target's choice in a draft's distribution (SpecBlock, arXiv 2605.07243) ───────────────────────────
 
 RANKS = (1, 4, 10)
-"""Upper ranks of the classes: the target's choice is in class 0 at rank 1, 1 up to rank 4, 2 up to rank 10, else 3."""
+"""Upper ranks of the classes: the target's choice is in class 0 at rank 1, 1 up to rank 4, 2 up to rank 10, otherwise
+3.
+"""
 CLASSES = len(RANKS) + 1
 
 
@@ -251,13 +255,13 @@ class RankHead(nn.Module):
 
 
 def rank_class(draft: Tensor, tokens: Tensor) -> Tensor:
-    """Class of the rank of tokens [m] in draft logits [m, V]; equal logits rank after the token."""
+    """Class of the rank of tokens [m] in draft logits [m, V]; tied logits rank after the token."""
     rank = (draft > draft.gather(-1, tokens[:, None])).sum(-1)
     return torch.bucketize(rank, torch.tensor(RANKS, device=draft.device), right=True)
 
 
 def ordinal_targets(classes: int = CLASSES) -> Tensor:
-    """[4, 4], row t the label distribution if class t is true: 1 / (1 + |c - t| + max(t - c, 0))^2, normalised.
+    """[4, 4], row t is the label distribution if class t is true: 1 / (1 + |c - t| + max(t - c, 0))^2, normalised.
 
     A rank predicted too low costs twice as much as one predicted too high.
     """

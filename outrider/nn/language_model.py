@@ -1,4 +1,4 @@
-"""Language models as drafters: reading new tokens into a cache, and training on the target's texts.
+"""Language models as drafters: reads new tokens into a cache, and trains on the target's texts.
 
 B slots, R rows, S tokens, H hidden size, V vocabulary.
 """
@@ -32,7 +32,7 @@ class ModelConfig(Base):
     model: str = "demo"
     """Folder, GGUF file or Hugging Face id of the drafting model; `demo` ships with Outrider."""
     quantize: Quantization | None = None
-    """Quantise the linear layers of the drafting model, whatever the target's are; int8 needs torchao."""
+    """Quantise the linear layers of the drafting model, independently of the target's; int8 needs torchao."""
     device: str | None = None
     """Device of the drafter, such as cuda:1; the target's by default."""
 
@@ -51,8 +51,9 @@ def loaded(config: ModelConfig, target: Target) -> TransformersTarget:
 
 
 def room(model: TransformersTarget, kind: str, length: int) -> int:
-    """Most tokens of a text that leave room for `length` drafted ones in the model's context.  Raises ConfigError for
-    none."""
+    """Maximum number of tokens of a text that leave room for `length` drafted ones in the model's context.  Raises
+    ConfigError if there is no room.
+    """
     left = model.spec.context - length
     if left < 1:
         raise ConfigError(
@@ -66,7 +67,8 @@ def read_texts(
 ) -> Tensor:
     """Read the tokens of these texts that are not in the cache; logits [R, V] after the last token of each.
 
-    most: new tokens of a usual step; a slot with more is read alone first, since it would pad all others.
+    most: maximum number of new tokens in a usual step; a slot with more is read by itself first, since it would pad all
+    others.
     """
     for row, text in zip(rows, texts, strict=True):
         if len(rows) > 1 and len(text) - cache.lengths[row] > most:

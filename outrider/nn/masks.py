@@ -19,7 +19,8 @@ MaskToken = Annotated[
     NonNegativeInt | Literal["learnt"] | None,
     Field(
         description="Id of the target's token whose embedding fills masked slots, or `learnt` for a trained vector.  "
-        "Defaults to the tokenizer's mask token, else to the first unused row of the embedding, else to `learnt`."
+        "Defaults to the tokenizer's mask token, otherwise to the first unused row of the embedding, otherwise to "
+        "`learnt`."
     ),
 ]
 """Type of the setting `mask_token`."""
@@ -46,13 +47,13 @@ def trained_mask(config: Any, target: Target) -> int:
     if isinstance(mask, int):
         return mask
     raise DrafterError(
-        f"{target.spec.name} has no token that can stand for masks; name the one it was trained with as "
+        f"{target.spec.name} has no token that can serve as mask; name the one it was trained with as "
         "drafter.mask_token"
     )
 
 
 class MaskedModule(nn.Module):
-    """A module that reads masks: a token of the target's, or its parameter `mask`."""
+    """A module that reads masks: one of the target's tokens, or its parameter `mask`."""
 
     config: Any
     target: Target

@@ -1,4 +1,4 @@
-"""What drafters store for every slot: features that are not read yet, the target's last state, or a value of their own.
+"""What drafters store for every slot: features not read yet, the target's last state, or a value of their own.
 
 B live slots, R rows of a pass, S tokens, N drafted nodes, C unread features, T taps, H hidden size.
 """
@@ -36,16 +36,16 @@ class FeatureBuffer:
     """
 
     MAX_PASSES = 256
-    """Most passes whose features are stored without a copy; shorter texts never need one."""
+    """Maximum number of passes whose features are stored without a copy; shorter texts never need one."""
     MAX_UNREAD = 256
-    """Most features of a slot that stay unread while nothing is drafted."""
+    """Maximum number of features of a slot that stay unread while nothing is drafted."""
 
     def __init__(self, slots: int, taps: int, target: Target, dtype: torch.dtype):
         """taps: number of hidden states in the feature of one token."""
         self._parts: list[list[tuple[Tensor, Sequence[int]]]] = [[] for _ in range(slots)]
         """Per slot and pass: features [n, ...] and their unread rows, ascending."""
         self._plain: list[Tensor] = []
-        """Features [B, 1, ...] of the latest passes without drafts, all of slots `_rows`."""
+        """Features [B, 1, ...] of the latest passes without drafts, all for the slots `_rows`."""
         self._rows: list[int] = []
         self._none = torch.empty(0, taps, target.spec.hidden, device=target.device, dtype=dtype)
         self.read = [0] * slots
@@ -150,13 +150,13 @@ class FeatureMemory:
 class FeatureDrafter(Drafter, ABC):
     """A drafter that reads the target's features of every committed token, once; its memory is `FeatureMemory`.
 
-    The features of a step are read together with the next draft, longer ones such as a prompt before it.  While nothing
-    is drafted, up to `FeatureBuffer.MAX_UNREAD` features of a slot stay unread.  Requests without drafts
-    (`Request.max_draft` 0) are not read at all.
+    The features of a step are read together with the next draft; longer ones, such as those of a prompt, are read
+    before it.  While nothing is drafted, up to `FeatureBuffer.MAX_UNREAD` features of a slot stay unread.  Requests
+    without drafts (`Request.max_draft` 0) are not read at all.
     """
 
     def __init__(self, model: DraftModel, limit: int, most: int):
-        """most: most features of one slot that a draft reads."""
+        """most: maximum number of features of one slot that a draft reads."""
         self._packed = prepacked.Packed(model)
         self.model: Any = model
         self.limit, self.most = limit, most
@@ -202,7 +202,7 @@ class FeatureDrafter(Drafter, ABC):
 
     @abstractmethod
     def read(self, memory: Any, row: int, state: DecodeState) -> None:
-        """Read this slot's features, without drafting."""
+        """Read this slot's features without drafting."""
 
 
 class PairDrafter(FeatureDrafter, ABC):
@@ -286,7 +286,7 @@ T = TypeVar("T")
 
 
 class RequestDrafter(Drafter, ABC, Generic[T]):
-    """Stores a value per request, created at first use and dropped with the request."""
+    """Stores one value per request, created on first use and dropped with the request."""
 
     @abstractmethod
     def new_request(self, tenant: str) -> T:
@@ -308,7 +308,7 @@ class RequestDrafter(Drafter, ABC, Generic[T]):
 class Lookup(RequestDrafter[TextIndex], ABC):
     """Looks up the end of each slot's text; a subclass chooses the index."""
 
-    watches = True  # it observes the text, not its own draft
+    watches = True  # it observes the text, not just its own draft
 
     def __init__(self, limit: int, tries: Tries):
         self.limit, self.tries = limit, tries

@@ -1,6 +1,6 @@
 """Rows of predictions: where they start, their labels, and heads that run chunk by chunk.
 
-The heads read a detached copy of the states, so logits over a large vocabulary never exist whole; `backward` sends
+The heads read a detached copy of the states, so logits over a large vocabulary never exist in full; `backward` sends
 their gradient through the rest of the model at once.
 
 B sequences, S tokens, A anchors of a sequence, D depths, M rows, m rows of one chunk, H hidden size, V vocabulary.
@@ -23,7 +23,7 @@ from outrider.targets.cache.attention_mask import positions
 
 
 class Anchors(NamedTuple):
-    """Positions that a batch is drafted from."""
+    """Positions from which a batch is drafted."""
 
     at: Tensor
     """[B, A] int64, ascending."""
@@ -69,7 +69,7 @@ def sample_positions(live: Tensor, most: int, batch: Batch) -> tuple[Tensor, Ten
     chance = torch.rand(live.shape).to(live.device).masked_fill(~live, -1.0)
     if batch.per_row > 1:
         chance = chance.masked_fill(_rank_in_text(chance, batch.documents[:, : live.shape[1]]) >= most, -1.0)
-    # no wider than the fullest row: padding would go through the model and the head for nothing
+    # no wider than the fullest row: otherwise padding would go through the model and the head for nothing
     best = chance.topk(max(1, min(most * batch.per_row, int(live.sum(1).max()))), dim=1)
     at, order = best.indices.sort(1)
     return at, best.values.gather(1, order) >= 0
@@ -91,8 +91,8 @@ def pair_mask(documents: Tensor) -> Tensor:
     """Attention mask of pairs (see `nn.memory`), [B, S - 1, S - 1] bool: each attends to itself and to earlier pairs of
     its text.
 
-    A position whose next token is padding or of another text has no pair: it attends only to itself, and nothing else
-    attends to it.
+    A position whose next token is padding or belongs to another text has no pair: it attends only to itself, and
+    nothing else attends to it.
     """
     text = documents[:, 1:]
     is_pair = (text == documents[:, :-1]) & (text > 0)
@@ -123,7 +123,7 @@ class RowLabels(NamedTuple):
 
     @classmethod
     def blocks(cls, batch: Batch, text: Tensor, at: Tensor, weight: Tensor) -> RowLabels:
-        """As `of`, for blocks of D rows, the rows of each in order of depth.  text [P]; at and weight [P, D]."""
+        """Like `of`, for blocks of D rows, with the rows of each in order of depth.  text [P]; at and weight [P, D]."""
         depths = at.shape[1]
         row = torch.arange(at.numel(), device=at.device)
         text = text.repeat_interleave(depths)
@@ -133,7 +133,7 @@ class RowLabels(NamedTuple):
 def rollouts(batch: Batch, depths: int, most: int | None, decay: float) -> tuple[Tensor, Tensor, RowLabels]:
     """Blocks of D rows after the positions whose first label is trained, at most `most` per text.
 
-    Row s is labelled with token i + 2 + s and weighs decay ** s.  Returns a mask of the positions, [B, S - 2] bool,
+    Row s is labelled with token i + 2 + s and has weight decay ** s.  Returns a mask of the positions, [B, S - 2] bool,
     positions of the labels, [P, D], and the rows.
     """
     at = torch.arange(max(1, batch.tokens.shape[1] - 2), device=batch.tokens.device).expand(len(batch.tokens), -1)
@@ -159,7 +159,7 @@ class DetachedRows:
         self._final = final.flat() if isinstance(final, TopLogprobs) else final.flatten(0, -2)
         self._states, self.states = states, states.detach()
         self._leaves: dict[tuple[int, int], Tensor] = {}
-        """States of the chunks handed out, by (start, stop)."""
+        """States of the chunks handed out so far, by (start, stop)."""
         self._gradient: Tensor | None = None
 
     def head(self, states: Tensor, rows: slice) -> Tensor:
@@ -174,7 +174,8 @@ class DetachedRows:
             chunk = [(draft if self._drafted is None else self._drafted.with_others(draft), target, part)]
             del draft
             del target
-            yield chunk.pop()  # no reference stays here, so that one chunk's logits are freed before the next one's
+            # keep no reference here, so that one chunk's logits are freed before the next chunk's are allocated
+            yield chunk.pop()
             self._collect()
 
     def leaf(self, part: slice) -> Tensor:

@@ -1,8 +1,8 @@
 """Sequence parallelism: processes split the positions of each text, and exchange them for heads at every attention.
 
 Process r of N has positions r, r + N, r + 2N, … of every text, and every N-th drafted block, so all have about the same
-number of trained rows.  At an attention it sends its rows of all heads and receives all rows of its own heads
-(DeepSpeed-Ulysses, arXiv 2309.14509).  So attention sees whole texts, and everything else holds 1 / N of the rows.
+number of trained rows.  At each attention it sends its rows of all heads and receives all rows of its own heads
+(DeepSpeed-Ulysses, arXiv 2309.14509).  So attention sees whole texts, and everything else has 1 / N of the rows.
 
 B sequences, n rows of this process, N processes, h heads, d head size.
 """
@@ -43,14 +43,14 @@ class Stripe:
         self.rank, self.count, self._group = rank, count, group
 
     def own(self, values: Tensor) -> Tensor:
-        """Every N-th of values [B, S, …], padded with zeros if S is not a multiple of N."""
+        """Every N-th element of values [B, S, …], padded with zeros if S is not a multiple of N."""
         return _filled(values, 1, self.count)[:, self.rank :: self.count].contiguous()
 
     def attend(self, whole: Attend, context: int, blocks: int, width: int) -> Attend:
         """Attention of this process's rows, computed by `whole` over all rows.
 
-        whole: takes all keys of the context, then of the blocks, for some of the heads.  context: positions, and
-        blocks, each of `width` rows, of all processes together.
+        whole: receives all keys of the context, then those of the blocks, for some of the heads.  context: number of
+        positions over all processes; blocks: likewise, each with `width` rows.
         """
 
         def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
@@ -81,7 +81,7 @@ def check_heads(kv_heads: int, count: int) -> None:
     """Raises ConfigError for heads that can't be split over the processes."""
     if kv_heads % count:
         raise ConfigError(
-            f"train.sequence_parallel {count} splits heads, and the drafter has kv_heads {kv_heads}; set a number that "
+            f"train.sequence_parallel {count} splits heads, but the drafter has kv_heads {kv_heads}; set a number that "
             "divides it"
         )
 

@@ -49,7 +49,7 @@ class LayerConfig(Base):
     """Rotary scaling, as in the rope_parameters of a config.json: rope_type linear, llama3 or yarn, and its numbers;
     rope_type default for no scaling.  If rope_theta is set, the default is no scaling."""
     partial_rotary_factor: float | None = Field(None, gt=0, le=1)
-    """Share of a head, above 0 to 1, that is rotated by position."""
+    """Share of a head, above 0 and at most 1, that is rotated by position."""
     device: str | None = None
     """Device of the drafter, such as cuda:1; the target's by default."""
 
@@ -65,7 +65,7 @@ class LayerConfig(Base):
                 f"rope_type {scaling['rope_type']} needs original_max_position_embeddings, the context before scaling; "
                 "engines assume different values where none is given"
             )
-        # vLLM refuses a whole number
+        # vLLM refuses an integer
         return {key: float(value) if key == "factor" else value for key, value in scaling.items()}
 
 
@@ -75,7 +75,7 @@ FORMER: Mapping[str, Any] = {
     "heads": 4, "kv_heads": 4, "head_dim": 64, "intermediate": 704, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
     "rope_scaling": None, "partial_rotary_factor": 1.0,
 }  # fmt: skip
-"""Defaults of older versions, whose sizes did not come from the target; their checkpoints are read with them."""
+"""Defaults of older versions, whose sizes did not come from the target; used to read their checkpoints."""
 L = TypeVar("L", bound=LayerConfig)
 
 
@@ -99,7 +99,7 @@ def resolved(config: L, spec: TargetSpec) -> tuple[L, LayerSizes]:
 
 
 def left_out(sizes: LayerSizes) -> str | None:
-    """The target's kind of rotary scaling if a drafter's layers can't have it, such as longrope; else None."""
+    """The target's kind of rotary scaling if a drafter's layers don't support it, such as longrope; otherwise None."""
     kind = (sizes.rope_scaling or PLAIN)["rope_type"]
     return None if kind in (*STRETCHES, "default") else kind
 
@@ -137,7 +137,7 @@ def resolve_taps(taps: Sequence[int] | None, spec: TargetSpec, count: int = 5) -
 
 @torch.no_grad()
 def copy_layers(layers: Sequence[nn.Module] | nn.ModuleList, indices: Sequence[int], target: Target) -> None:
-    """Copy the weights of target layers `indices` into the draft layers, as far as both have them.
+    """Copy the weights of target layers `indices` into the draft layers, where both have them.
 
     Raises DrafterError if the number of layers or the shape of a weight does not fit.
     """

@@ -3,9 +3,9 @@
 A speed-up needs only the survival curve of acceptance: [k] is the share of steps that accept at least k + 1 drafted
 tokens, if that many may be drafted.  Tokens per step at depth K are 1 plus the sum of its first K entries.
 
-The beginning of a deep draft's curve differs from a shallower draft's: steps of deep drafts start after the hard tokens
-where deep drafts end, and the first nodes of a tree lack their siblings.  A probe therefore has a curve per depth; a
-report, a checkpoint and a paper have one.
+A deep draft's curve does not begin like a shallow draft's: steps with deep drafts start after the hard tokens at which
+deep drafts end, and in a shallow tree the first nodes have fewer siblings.  So a probe has one curve per depth;
+reports, checkpoints and papers have a single one.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Acceptance(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """The largest depth known."""
+        """The largest known depth."""
         return len(self.center)
 
     def at(self, depth: int) -> Acceptance:
-        """The acceptance of drafts of `depth` tokens, if measured separately; else this."""
+        """The acceptance of drafts of `depth` tokens if measured separately, otherwise this one."""
         return self.shallower[depth - 1] if 0 < depth <= len(self.shallower) else self
 
     def tokens(self, depth: int) -> tuple[float, float, float]:
@@ -59,7 +59,9 @@ class Acceptance(NamedTuple):
 
 
 def survival(conditional: Sequence[float]) -> tuple[float, ...]:
-    """The survival curve from conditional acceptance: [k] is the share accepted at depth k + 1 if all before were."""
+    """The survival curve from conditional acceptance: [k] is the share accepted at depth k + 1, given that all earlier
+    tokens were.
+    """
     return tuple(accumulate(conditional, mul))
 
 
@@ -132,7 +134,9 @@ def _mean(values: Sequence[Sequence[float]], weights: Sequence[int]) -> float:
 
 
 def _curve(row: Row) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Survival curve and offered shares of a row, from its histogram, else from the shares at each depth."""
+    """Survival curve and offered shares of a row, from its histogram if it has one, otherwise from the shares at each
+    depth.
+    """
     histogram = row.accepted_histogram
     if histogram and (steps := sum(map(sum, histogram))):
         depth = len(histogram) - 1
@@ -144,7 +148,9 @@ def _curve(row: Row) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def _interval(rows: Sequence[Row], steps: int, center: Sequence[float]) -> tuple[float, float]:
-    """The ends of the 95 % interval as factors of the accepted tokens; over prompts, else over steps."""
+    """The ends of the 95 % interval as factors of the accepted tokens; over prompts if possible, otherwise over
+    steps.
+    """
     ranges = [row.tokens_per_step_range for row in rows]
     if all(each is not None and None not in (each.center, each.low, each.high) for each in ranges):
         ends = [(each.low - 1, each.center - 1, each.high - 1) for each in ranges]  # type: ignore[union-attr, operator]

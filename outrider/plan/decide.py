@@ -1,9 +1,9 @@
-"""The decision, with the number that decides it.  No torch.
+"""Makes the decision, with the number that decides it.  No torch.
 
-A method is enabled if the lower end of its speed-up is above `PAYS`, answers are long enough to make up for its reading
-of prompts, its memory fits and the latency limits are met; of several, the fastest.  If not even the upper end of any
-method is above `PAYS`, larger batches are the better use of the machine.  Otherwise the interval is too wide, and the
-decision says which measurement would narrow it.
+A method is enabled if the lower end of its speed-up is above `PAYS`, answers are long enough to make up for the time
+its drafter takes to read prompts, its memory fits and the latency limits are met; the fastest such method is chosen.
+If not even the upper end of any method is above `PAYS`, larger batches are the better use of the machine.  Otherwise
+the interval is too wide, and the decision says which measurement would narrow it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from outrider.plan.schema import Decision, Row
 PAYS = 1.1
 """Speed-up above which drafting is worth the effort."""
 UNSURE = 0.3
-"""An error of costs above this is due to other programs: it is a fifth on paper, a tenth on a quiet machine."""
+"""A cost error above this is due to other programs: the usual error is a fifth on paper and a tenth on a quiet machine.
+"""
 LONG_ENOUGH = 3.0
-"""Fewest break-even lengths that an answer must have."""
+"""Minimum length of an answer, as a multiple of the break-even length."""
 
 
 class Choice(NamedTuple):
@@ -34,7 +35,7 @@ class Choice(NamedTuple):
 def decide(
     rows: Sequence[Row], demand: Demand, concurrency: float, without_acceptance: Sequence[str], error: float = 0.0
 ) -> Choice:
-    """Decide at one load; `rows` may have others, for the choice of depths.
+    """Decide at one load; `rows` may contain other loads, for the choice of depths.
 
     without_acceptance: methods whose acceptance is unknown.  error: relative error of the costs.
     """

@@ -75,7 +75,7 @@ def of_log(path: Path, format: str | None = None, count: Callable[[str], int] | 
 
 
 def _text(call: Call) -> str:
-    """Its texts, without images, and the tools that it offers."""
+    """Its texts, without images, and the tools it offers."""
     if not (messages := call.body.get("messages")):
         return str(call.body.get("prompt"))
     contents = [message.get("content") for message in messages]

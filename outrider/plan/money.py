@@ -1,4 +1,4 @@
-"""Cost of a drafter before it serves, and savings per day: hours, bytes, money.  No torch."""
+"""Up-front cost of a drafter, and its savings per day: hours, bytes, money.  No torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def once(
     training: Training, demand: Demand, draft: DraftModelOnPaper, model: Anatomy, place: Place, costs: Costs,
     memory: Memory | None, prices: Prices,
 ) -> Once:  # fmt: skip
-    """Cost of a drafter before it serves.  Training answers are assumed to be as long as the traffic's."""
+    """Up-front cost of a drafter.  Training answers are assumed to be as long as the traffic's."""
     length = demand.prompt_tokens + demand.new_tokens
     slots = min(256, memory.slots(length)) if memory else 256
     writing = training.answers * demand.new_tokens * costs.plain(max(1, slots), demand.context) / max(1, slots)
@@ -79,7 +79,7 @@ def daily(
     """Cost and savings of serving at half, all and twice the traffic.
 
     row_at: the chosen method's row at a number of concurrent requests; None if no method was chosen.  most: texts that
-    fit.  spent: cost before serving.
+    fit.  spent: up-front cost.
     """
     if demand.rate is None:
         return []
@@ -91,7 +91,7 @@ def daily(
             costs_by_share.append(Cost(traffic=share))
             continue
         row = row_at(max(1.0, load))
-        # a step serves all texts, so the machine is busy for the day unless the load is below one text
+        # a step serves all texts, so the machine is busy all day unless the load is below one text
         seconds = DAY_S * min(1.0, load)
         hours = devices * seconds / 3600
         speedup = row.speedup.center if row else None
@@ -110,6 +110,6 @@ def daily(
 
 
 def most_at_once(demand: Demand, memory: Memory | None) -> float:
-    """The most texts that fit; `MOST_AT_ONCE` if the size of memory is unknown."""
+    """Maximum number of texts that fit; `MOST_AT_ONCE` if the memory size is unknown."""
     most = memory.slots(demand.prompt_tokens + demand.new_tokens) if memory else MOST_AT_ONCE
     return float(max(1, min(most, MOST_AT_ONCE)))

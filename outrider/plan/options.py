@@ -33,13 +33,13 @@ class PlanOptions(Config):
     target: str = "demo"
     """`demo`, a folder with config.json, or a Hugging Face id; no weights are read."""
     hardware: str | None = None
-    """Accelerator, by its data sheet; `--hardware list` names all."""
+    """Accelerator, by its data sheet; `--hardware list` lists all."""
     measure: bool = False
     """Time target and drafters on this machine instead."""
     devices: int = 1
     """Accelerators that share the target."""
     weights: str | None = None
-    """How the weights will be stored: bf16, fp8, int8, q4_0 …; as in the target's config unless given."""
+    """How the weights will be stored: bf16, fp8, int8, q4_0 …; defaults to the target's config."""
     log: Path | None = None
     """Recorded requests; docs/replay.md lists the formats."""
     format: str | None = None
@@ -71,7 +71,8 @@ class PlanOptions(Config):
     epochs: float | None = None
     """Epochs of that training; 10 unless given."""
     probe: int | None = Field(None, ge=0)
-    """Requests of the log to replay with drafters that need no training; 24 unless given, if that is quick."""
+    """Number of requests from the log to replay with drafters that need no training; defaults to 24 if that is quick.
+    """
     minutes: float | None = None
     """Time limit of --measure; 2 unless given."""
 
@@ -81,7 +82,7 @@ class PlanOptions(Config):
 
     @property
     def extra_methods(self) -> tuple[str, ...]:
-        """Methods to add if their acceptance can be measured, unless methods were named."""
+        """Methods to add if their acceptance can be measured, unless methods were given."""
         return () if self.method or not self.is_probed else extra_methods()
 
     @property

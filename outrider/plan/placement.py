@@ -1,8 +1,9 @@
-"""Where a drafter runs: beside its target, on an accelerator of its own, or on the CPU.  No torch.
+"""Where a drafter runs: on its target's device, on an accelerator of its own, or on the CPU.  No torch.
 
-Elsewhere it leaves memory to the target, but Python runs between the passes (`outrider.nn.drafting.remote`): its
-layers are launched one by one, the features of a step are sent to it, and its draft comes back.  Target and drafter
-take turns; `generate(halves=True)` is not counted, since it does without captured passes.
+On another device it leaves more memory to the target, but Python runs between the passes
+(`outrider.nn.drafting.remote`): its layers are launched one by one, the features of a step are sent to it, and its
+draft comes back.  Target and drafter take turns; `generate(halves=True)` is not counted, since it does without captured
+passes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from outrider.plan.schema import Placement, Row, Where
 from outrider.plan.subject import Subject
 
 TAPS = 5
-"""Features per token that are sent, as most drafters read."""
+"""Features sent per token: as many as most drafters read."""
 WIDTH = 2
 """Bytes of a number."""
 

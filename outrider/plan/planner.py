@@ -18,10 +18,10 @@ from outrider.plan.subject import Subject
 
 DEPTHS = (1, 2, 3, 4, 5, 7)
 LOADS = (1, 4, 16, 64)
-"""Numbers of concurrent requests that a plan shows besides the traffic's."""
+"""Numbers of concurrent requests that a plan shows in addition to the traffic's."""
 NO_PRICES = money.Prices()
 USUAL_CONTEXT = 1024.0
-"""Tokens of a text if no traffic was given."""
+"""Length of a text if no traffic was given."""
 
 
 def on_paper(subject: Subject, place: Place) -> PaperCosts:
@@ -40,13 +40,13 @@ class Inputs(NamedTuple):
     costs: Costs
     demand: Demand | None
     missing: str
-    """Why there is no demand."""
+    """Why the demand is unknown."""
     hardware: str
     memory: Memory | None
     depths: Sequence[int] = DEPTHS
     loads: Sequence[int] = LOADS
     most: float = 4096.0
-    """Most concurrent requests for which costs are known."""
+    """Maximum number of concurrent requests for which costs are known."""
     is_measured: bool = False
     left_out: tuple[str, ...] = ()
     """Sentences about what was not timed, and why."""
@@ -64,7 +64,7 @@ def plan(subject: Subject, inputs: Inputs, prices: money.Prices = NO_PRICES, tra
     if inputs.demand is None:
         points = even_points(subject, inputs, USUAL_CONTEXT, 1.0)
         notes.append(f"the break-even points are for one text of {USUAL_CONTEXT:.0f} tokens at a time")
-        because = f"{inputs.missing}; without traffic nothing can be decided, but the table shows what must be reached"
+        because = f"{inputs.missing}; without traffic nothing can be decided, but the table shows what it would take"
         return Plan(decision="NEED DATA", because=because, break_even=tuple(points), notes=tuple(notes), **fields)
     demand, costs = inputs.demand, inputs.costs
     most = min(inputs.most, money.most_at_once(demand, inputs.memory))
@@ -122,7 +122,7 @@ def rows_of(subject: Subject, inputs: Inputs, demand: Demand, name: str, load: f
 
 
 def even_points(subject: Subject, inputs: Inputs, context: float, load: float) -> list[BreakEven]:
-    """What each method must reach at each depth to pay."""
+    """The acceptance each method needs at each depth to pay off."""
     most = min(inputs.most, 4096.0)
     loads = loads_up_to(most)
     points = []

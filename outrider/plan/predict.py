@@ -1,8 +1,8 @@
 """Speed-ups from acceptance and costs.
 
 A step of depth K commits t(K) tokens and takes draft + verify + other seconds; plain decoding takes one step per token.
-So the speed-up is t(K) * plain / (draft + verify + other).  Its interval has both ends of acceptance, each widened by
-the error of the costs.  No torch.
+So the speed-up is t(K) * plain / (draft + verify + other).  Its interval spans that of the acceptance, widened by the
+error of the costs.  No torch.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class PaperCosts:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of the hardware, and what it has to hold."""
+    """Memory of the hardware, and what has to fit in it."""
 
     bytes: float
     model: Anatomy
@@ -98,7 +98,7 @@ class Memory:
         """Number of texts of `length` tokens that fit beside the weights, with the logits of every verified row."""
         draft = self.drafts.get(method) if method else None
         free = (1 - RESERVED) * self.bytes - self.model.weight_bytes - (draft.weight_bytes if draft else 0.0)
-        rows = 1 + (2 * depth if draft and draft.model is not None else depth)  # q of the draft too
+        rows = 1 + (2 * depth if draft and draft.model is not None else depth)  # q of the draft as well
         each = self.model.cache_bytes(length + depth) + rows * self.model.vocabulary * 4
         each += draft.cache_bytes(length) if draft else 0.0
         return max(0, int(free / each))
@@ -148,7 +148,7 @@ def break_even(
     costs: Costs, method: str, depth: int, accepted: Acceptance | None, context: float, concurrency: float,
     loads: Sequence[int],
 ) -> BreakEven:  # fmt: skip
-    """What a method must reach at this load, and up to which of `loads` it pays at its acceptance."""
+    """What a method must reach at this load, and up to which of `loads` it pays off at its acceptance."""
     accepted = accepted and accepted.at(depth)
     offered = accepted.offered if accepted else ()
     ratio = lambda batch: costs.drafted(method, batch, depth, offered, context).seconds / costs.plain(batch, context)

@@ -13,7 +13,7 @@ Where = Literal["same device", "own device", "cpu"]
 
 
 class Row(Part):
-    """One method at one depth under one load.  Seconds are of a step of the whole batch."""
+    """One method at one depth under one load.  Seconds are those of a step of the whole batch."""
 
     method: str
     depth: int
@@ -25,7 +25,7 @@ class Row(Part):
     speedup: Range
     """Decoding speed / plain decoding speed, with the uncertainty of acceptance and costs."""
     request_speedup: float
-    """Speed-up of a whole request, including the reading of its prompt by both models."""
+    """Speed-up of a whole request, including the time both models take to read its prompt."""
     plain_s: float
     draft_s: float
     verify_s: float
@@ -58,7 +58,7 @@ class Placement(Part):
     concurrency: float
     plain_s: float
     draft_s: float
-    """With what is sent to the drafter and back."""
+    """Includes what is sent to the drafter and back."""
     rest_s: float
     speedup: Range
     tokens_per_s: float
@@ -72,7 +72,7 @@ class Placement(Part):
 
 
 class BreakEven(Part):
-    """What a method must reach to pay."""
+    """What a method must reach to pay off."""
 
     method: str
     depth: int
@@ -82,7 +82,8 @@ class BreakEven(Part):
     acceptance: float | None
     """The same as an acceptance probability per token, equal at every depth; null if even 1 is not enough."""
     crossover: int | None = None
-    """Most concurrent requests at which it pays at its acceptance; null if it pays at all loads examined."""
+    """Maximum number of concurrent requests at which it pays at its acceptance; null if it pays at all loads examined.
+    """
     pays: bool | None = None
     """Whether it pays for a single request at its acceptance; null if the acceptance is unknown."""
 
@@ -98,7 +99,7 @@ class Cost(Part):
     device_hours_per_day: float | None = None
     """Total of all accelerators, without a drafter."""
     device_hours_saved_per_day: float | None = None
-    """Hours saved on the same tokens, which a smaller or shared machine can use."""
+    """Hours saved for the same tokens, so that a smaller or shared machine suffices."""
     memory_bytes: float | None = None
     """Memory that the drafter takes from keys and values at this load."""
     spent_per_day: float | None = None
@@ -106,11 +107,11 @@ class Cost(Part):
     saved_per_day: float | None = None
     """Cost of the saved hours."""
     pays_back_after_days: float | None = None
-    """Days until savings cover data, training and a year of storage; null without savings or prices."""
+    """Days until the savings cover data, training and a year of storage; null without savings or prices."""
 
 
 class Once(Part):
-    """Cost of a drafter before it serves; null if unknown."""
+    """Up-front cost of a drafter; null if unknown."""
 
     data_hours: float | None = None
     training_hours: float | None = None
@@ -121,12 +122,12 @@ class Once(Part):
     storage_money: float | None = None
     """One year; null if storage has no price."""
     money: float | None = None
-    """Sum of those that have a price."""
+    """Sum of the items that have a price."""
     assumed: tuple[str, ...] = ()
 
 
 class Profile(Part):
-    """What a plain step of the target waits for on this machine's device, from a short profile."""
+    """What limits a plain step of the target on this machine's device, from a short profile."""
 
     device: str
     concurrency: int
@@ -159,14 +160,14 @@ class ProbedRow(Part):
 
 
 class Probed(Part):
-    """Requests of the log that were replayed on the target."""
+    """Requests from the log that were replayed on the target."""
 
     requests: int
-    """Requests in the figures."""
+    """Number of requests that the figures cover."""
     wanted: int
     """Requests to draw."""
     because: str | None = None
-    """Why none or fewer than wanted were replayed; null if all were."""
+    """Why no requests, or fewer than requested, were replayed; null if all were."""
     calls: int
     """Requests in the log."""
     categories: dict[str, int]
@@ -175,7 +176,7 @@ class Probed(Part):
     """Requests left out, by reason."""
     seed: int
     new_tokens: int
-    """Most tokens of an answer."""
+    """Maximum number of tokens of an answer."""
     rows: tuple[ProbedRow, ...] = ()
 
 
@@ -204,5 +205,5 @@ class Plan(Part):
     profile: Profile | None = None
     """Null if nothing was timed, or only on the CPU."""
     probe: Probed | None = None
-    """Null without a log, or if none of it was to be replayed."""
+    """Null without a log, or if nothing was to be replayed."""
     notes: tuple[str, ...] = ()

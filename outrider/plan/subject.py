@@ -78,7 +78,7 @@ def method(name: str) -> Method:
 
 
 def _accepted(method: Method, reports: Sequence[tuple[str, Report]]) -> Acceptance | None:
-    """The best source available: a report, else the checkpoint's own evaluation, else published values."""
+    """The best available source: a report, then the checkpoint's own evaluation, then published values."""
     for path, report in reports:
         for name in (method.name, method.kind):
             if (accepted := acceptance.of_report(report, name, path)) is not None:

@@ -1,1 +1,1 @@
-"""How much to draft, and which rule verifies it."""
+"""Decides how much to draft, and which rule verifies it."""

@@ -1,7 +1,7 @@
-"""Draft and verify as many nodes as maximise expected tokens/s over all slots; none if plain steps are faster.
+"""Draft and verify the number of nodes that maximises expected tokens/s over all slots; none if plain steps are faster.
 
 Argmax of the expected goodput (SmartSpec 2406.14066, Leviathan 2211.17192), with DSpark's hardware-aware prefix
-scheduler (Algorithm 1 of its paper) for drafters whose confidences are known before they draw.  Differs from both:
+scheduler (Algorithm 1 of its paper) for drafters whose confidences are known before they sample.  Differs from both:
 times and acceptance are learnt while decoding, starting from a table of the target's passes if there is one; the time
 of drafting and the choice not to draft are included; and since a pass is padded to its widest slot, whole columns of
 nodes are admitted, not single nodes.
@@ -31,11 +31,11 @@ from outrider.policies.survival import NodeAcceptance, Promises, Rate, StepOutco
 
 
 class Auto(Policy):
-    """As many nodes as pay, for a single text and for a busy server.
+    """As many nodes as pay off, for a single text and for a busy server.
 
-    If a drafter's confidences are known before it draws, it drafts all its nodes, or fewer if deeper drafts take
+    If a drafter's confidences are known before it samples, it drafts all its nodes, or fewer if deeper drafts take
     longer, and `keep` admits nodes by these confidences.  Any other drafter drafts to the depth with the highest
-    expected rate, from the acceptance of each node so far.  Requests with max_draft 0 are never drafted for.
+    expected rate, from the acceptance of each node so far.  Requests with max_draft 0 get no drafts.
 
     table: seconds of the target's passes, from `costs.passes.measured`, rescaled by the times seen while decoding; None
     learns all times while decoding.  stored: times from earlier processes, to start from.
@@ -43,24 +43,26 @@ class Auto(Policy):
     The first nodes of all slots are admitted together, then the second ones, and so on, while this column or a later
     one is expected to raise the rate.  Later columns are expected to gain what they gained in earlier steps.
 
-    Exact, since a slot's cut depends only on the confidences of its nodes up to the cut and on other slots: the
+    Exact, since a slot's cut-off depends only on the confidences of its nodes up to the cut-off and on other slots: the
     decision on a column uses the confidences up to it, and means of earlier steps for later columns.  Choosing the best
     number from all confidences of the step would be inexact: the confidence of node n + 1 depends on the token of node
-    n, so whether that token is verified would depend on the token.
+    n, so whether a token is verified would depend on the token itself.
 
-    While drafts do not pay, plain steps earn credit for rare probes; see `Probes`.  Confidences are scaled by the
-    acceptance that they predicted and got in earlier steps.
+    While drafts do not pay off, plain steps earn credit for rare probes; see `Probes`.  Confidences are scaled by the
+    ratio of actual to predicted acceptance in earlier steps.
     """
 
     OFF, ON, LOYALTY = 1.0, 1.02, 0.98
     """Expected rate with drafts / rate of plain steps: below OFF drafting stops, from ON it resumes.  The depth changes
     only if another one's rate times LOYALTY is higher."""
     EXPLORE, REST = 64, 16
-    """Steps between two trials of another depth or of a plain step; most steps between two decisions while drafting."""
+    """Steps between two trials of another depth or of a plain step; maximum number of steps between two decisions while
+    drafting.
+    """
     OFFERS = 32
     """Steps after which the average of `fill` has faded to 1/e."""
     FIRST_WRITE = 32
-    """Steps after which costs are first stored; then whenever the number of steps has doubled."""
+    """Steps after which costs are first stored; after that, whenever the number of steps has doubled."""
 
     def __init__(self, limit: int, table: PassSeconds | None = None, stored: StoredCosts | None = None):
         self.limit = limit
@@ -76,21 +78,24 @@ class Auto(Policy):
         self.probes, self.prompts = Probes(), PromptCosts()
         self.is_confident, self.is_on = False, True
         self.depth = limit
-        """The best depth, whether drafting pays or not."""
+        """The best depth, whether or not drafting pays off."""
         self.num_nodes = self.decided = self.step = self.since = self.tries = self.pause = self.roomy_until = 0
         """Nodes to draft now; the step of the last decision; steps; steps since the last trial; trials; plain steps
-        since the last draft; the last step until which every slot surely has room for `num_nodes`."""
+        since the last draft; the last step until which every slot is certain to have room for `num_nodes`."""
         self.next_write = self.FIRST_WRITE
         """The step at which costs are stored next."""
         self.interval = 1
         """Steps between decisions, doubled after each decision that changes nothing."""
         self.is_trial = self.is_brief = False
-        """Whether this step's draft is verified whole, to be timed; whether the next step decides again."""
+        """Whether this step's draft is verified in full so that it can be timed; whether the next step decides
+        again.
+        """
         self.rows, self.requested, self.last_budget = list[int](), list[int](), torch.empty(0, dtype=torch.int64)
         self.survival: list[list[float]] | None = None
         """a of the current step; None without confidences."""
         self.fill: dict[int, float] = {}
-        """By number of live slots in bits: recent mean of offered / requested nodes, without confidences.  A drafter
+        """By bit length of the number of live slots: recent mean of offered / requested nodes, without confidences.  A
+        drafter
         may offer fewer than requested."""
         self.outcomes: list[StepOutcome] = []
         self._rates: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
@@ -141,8 +146,8 @@ class Auto(Policy):
         verified, requested = sizes.tolist(), max(self.requested, default=0)
         if requested and state.reached != verified:
             self.acceptance.switch_to_tree()
-        # times of these steps are not typical: the very first warms up caches, the first plain step finds the drafter's
-        # weights in them, and the first draft after a pause reads what the drafter missed
+        # times of these steps are atypical: the very first one warms up the caches, the first plain step finds the
+        # drafter's weights in them, and the first draft after a pause reads what the drafter missed
         is_odd = self.step == 1 or (self.pause >= 8 if requested else not self.pause)
         seconds = timing.draft, timing.verify + timing.other
         self.outcomes.append(
@@ -173,7 +178,7 @@ class Auto(Policy):
     # ── whether to draft, and how deep ────────────────────────────────────────────────────────────────────────────────
 
     def rates(self, room: Sequence[int]) -> dict[int, float]:
-        """Expected tokens/s by requested nodes, 0 for a plain step.  room: most nodes of each slot."""
+        """Expected tokens/s by requested nodes, 0 for a plain step.  room: maximum number of nodes of each slot."""
         live, most, ordered = len(room), min(max(room), self.limit), sorted(room)
         shares = self.acceptance.shares()
         if self.is_confident:
@@ -185,7 +190,7 @@ class Auto(Policy):
         depths = {
             depth: (min(depth, most), self.costs.draft(live, min(depth, most)) + reading) for depth in self.depths
         }
-        if self.is_confident:  # how many of the requested nodes will be verified is not known yet
+        if self.is_confident:  # it is not known yet how many of the requested nodes will be verified
             passes = [self.costs.verify(live, live * (1 + n), min(n, 1)) for n in range(most + 1)]
             for depth, (nodes, draft) in depths.items():
                 rates[depth] = max(expected[n] / (draft + passes[n]) for n in range(nodes + 1))
@@ -218,7 +223,7 @@ class Auto(Policy):
             self.probes.left = 0
             return self._explored(live, since)
         if not self.probes.left:
-            self.promises.discount()  # else a probe would change nothing
+            self.promises.discount()  # otherwise a probe would change nothing
         self.is_brief = self.probes.due(promise, since)
         return max(depth for depth, rate in rates.items() if rate >= 0.9 * rates[best]) if self.is_brief else 0
 
@@ -231,14 +236,14 @@ class Auto(Policy):
         self.is_brief = True
         untried = self.costs.untried(live)
         if self.tries % 3 == 1:
-            untried.append(0)  # twice, since the first plain step is not counted
+            untried.append(0)  # two, since the first plain step is not counted
             return 0
         if self.is_confident:
             return self.limit
         at = self.depths.index(self.depth)
         depth = self.depths[max(0, at - 1) : at + 2][-1 if self.tries % 3 else 0]
         if not self.costs.knows(live, depth):
-            untried.append(depth)  # twice, since one of two may be an outlier
+            untried.append(depth)  # two, since one of them may be an outlier
         return depth
 
     # ── learning from steps ───────────────────────────────────────────────────────────────────────────────────────────

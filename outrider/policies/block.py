@@ -1,4 +1,4 @@
-"""Block verification: a chain drawn from q is verified as a whole, so that a later token can rescue an earlier one.
+"""Block verification: a chain sampled from q is verified as a whole, so that a later token can rescue an earlier one.
 
 Exact, and in expectation accepts at least as many tokens as the acceptance rule (arXiv 2403.10444).  B live slots, N
 drafted nodes."""
@@ -20,10 +20,10 @@ def accept_block(draft: Draft, p: Tensor, streams: Streams) -> Accepted:
     w[i] = min(1, w[i-1] p(x)/q(x)) is the probability that the first i tokens are accepted; S[i] = sum(max(w[i] p - q,
     0)) at the next node.
 
-    The next token is drawn from norm(max(w p - q, 0)).  Exact for chains whose length is set by a stopping rule, by
+    The next token is sampled from norm(max(w p - q, 0)).  Exact for chains whose length is set by a stopping rule, by
     induction from the end: the first i tokens are accepted with probability w[i], whether the draft ends there or not.
-    Equal to `accept` for one node or deterministic ones.  Trees, deterministic drafts and slots with a seed use
-    `accept`.  p [B, N+1, V].
+    Equal to `accept` for a single node and for deterministic ones.  Trees, deterministic drafts and slots with a seed
+    use `accept`.  p [B, N+1, V].
     """
     return of_chain(_longest, draft, p, streams)
 
@@ -40,6 +40,6 @@ def _longest(chain: Chain, streams: Streams) -> tuple[Tensor, Tensor]:
     chance = torch.where(total > 0, following / total, 1.0)
     length = torch.arange(1, stays.shape[1] + 1, device=stays.device)
     chance = torch.where(length == chain.sizes[:, None], stays, chance)
-    # the longest prefix that passed its test, whether shorter ones did or not
+    # the longest prefix that passed its test, whether or not shorter ones did
     passed = chain.live & (coins(streams, stays.shape[1]) < chance)
     return (passed * length).amax(-1), before

@@ -1,4 +1,4 @@
-"""The interface of verification rules that change the output on purpose, and their judge.
+"""The interface of verification rules that intentionally change the output, and their judge.
 
 Never used by default: `named.judge` returns such a judge only with allow_lossy, and the judge measures the rule's
 distance from the target's distribution for the report.  The rules are in `outrider.lab.judges`.
@@ -44,7 +44,7 @@ class LossyRule:
     """Name and settings, for reports; `named.judge` recreates the rule from it if all settings are text or numbers."""
 
     def allocate(self, target: Any, cache: Any) -> None:
-        """As `Judge.allocate`, for a rule that runs passes itself."""
+        """Like `Judge.allocate`, for a rule that runs passes itself."""
 
     def admit(self, row: int, request: Request) -> None:
         """A new text in this slot.  Raises ConfigError for one that the rule can't verify."""
@@ -72,7 +72,7 @@ class LossyRule:
 
 
 class LossyJudge(SamplingJudge):
-    """Verifies by a lossy rule, and measures its distance from the target's distribution."""
+    """Verifies with a lossy rule and measures its distance from the target's distribution."""
 
     rule: LossyRule
 
@@ -81,7 +81,7 @@ class LossyJudge(SamplingJudge):
         self.tokens = 0
         """Tokens emitted, over all slots and steps."""
         self.passes = 0
-        """Verified steps, summed over slots: target passes that these tokens took."""
+        """Verified steps, summed over slots: the number of target passes these tokens took."""
         self.total = 0.0
         """Sum of the tokens' distances, an upper bound on the total variation between the distributions of texts."""
         self.tv_distance: dict[int, float] = {}

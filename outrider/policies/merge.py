@@ -15,16 +15,17 @@ from outrider.decoding.draft import Draft
 from outrider.sampling.prefix import is_one_hot
 
 NodeMaps = list[dict[int, int]]
-"""Per slot: a node's number in its draft to its number in the union; nodes outside the union are absent."""
+"""Per slot: a node's number in its draft → its number in the union; nodes outside the union are absent."""
 
 
 def merged(one: Draft, other: Draft, most: Tensor) -> tuple[Draft, NodeMaps]:
     """The nodes of `one`, then those that `other` adds, as a new draft; and the numbers of `other`'s nodes in it.
 
-    most [B] int64 on the CPU, nodes per slot.  Draws in `other` must be independent of draws in `one`.  A deterministic
-    node of `other` whose token is already under the same parent becomes that node.  A drawn node is always added and
-    tried with its q: omitting it because of its token would make the output inexact.  Of two equal siblings the later
-    one is never accepted, so its children are moved to the earlier one.  A missing confidence counts as 1.
+    most [B] int64 on the CPU: maximum number of nodes per slot.  Sampling in `other` must be independent of that in
+    `one`.  A deterministic node of `other` whose token is already under the same parent becomes that node.  A sampled
+    node is always added and tried with its q: omitting it because of its token would make the output inexact.  Of two
+    equal siblings the later one is never accepted, so its children are moved to the earlier one.  A missing confidence
+    counts as 1.
     """
     union = _renumbered(one.first(most))
     if not any(union.live):
@@ -53,7 +54,7 @@ def deterministic(draft: Draft, seeded: Tensor | None) -> Draft:
 
 
 def _deterministic(draft: Draft) -> list[list[bool]]:
-    """Which nodes have no q, or one that is one-hot at their own token."""
+    """Which nodes have no q, or a q that is one-hot at their own token."""
     if draft.q is None:
         return [[True] * draft.tokens.shape[1]] * len(draft.tokens)
     return is_one_hot(draft.q, draft.tokens).tolist()

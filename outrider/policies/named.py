@@ -30,7 +30,7 @@ POLICIES: Mapping[str, Callable[[int, FindCosts | None], Policy]] = {
     "fixed": lambda limit, stored: Fixed(limit),
     "auto": lambda limit, stored: Auto(limit, stored=None if stored is None else stored()),
 }
-"""`fixed` drafts as many nodes as the drafter offers, `auto` as many as pay by acceptance and measured times."""
+"""`fixed` drafts as many nodes as the drafter offers, `auto` as many as pay off given acceptance and measured times."""
 REMOVED = ("adaptive", "by_load", "by_confidence")
 """Names of removed policies, which `auto` replaces."""
 DEFAULT = "auto"
@@ -63,7 +63,7 @@ _per_thread = threading.local()
 
 
 def snapshot(policy: Policy) -> Policy:
-    """A copy that continues from what a policy has learnt and stores nothing."""
+    """A copy that continues from what a policy has learnt but stores nothing."""
     replica = copy.deepcopy(policy)
     if isinstance(replica, Auto):
         replica.stored = None
@@ -88,7 +88,8 @@ def judge(name: str | SamplingJudge | None = None, allow_lossy: bool = False) ->
 
 
 def check_verification(name: str, allow_lossy: bool) -> lossy.LossyRule | None:
-    """A new lossy rule, or None if the name is an exact one's.  Raises ConfigError for an unknown name or setting, and
+    """A new lossy rule, or None if the name is that of an exact rule.  Raises ConfigError for an unknown name or
+    setting, and
     for a lossy rule unless allow_lossy is True."""
     call = re.fullmatch(r"(\w+)\((.*)\)", name.strip(), re.DOTALL)
     rule_name = call[1] if call else name

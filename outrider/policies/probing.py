@@ -1,4 +1,4 @@
-"""Probes of drafts while they do not pay, and the cost of reading prompts."""
+"""Probes drafts while they do not pay off, and tracks the cost of reading prompts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from outrider.decoding.state import DecodeState, Request
 
 
 class Probes:
-    """Occasional drafts while drafting does not pay, so that it can resume; plain steps earn credit for them."""
+    """Occasional drafts while drafting does not pay off, so that it can resume; plain steps earn credit for them."""
 
     SHARE, DOUBT, FUND, FEE = 0.015, 4, 3.0, 0.03
     """In units of plain steps: each step without drafts earns `SHARE` times (best draft's expected rate / plain rate)
-    ** `DOUBT`; `FUND` is the most credit; `FEE` is the cost of a probe's step in addition to what it loses."""
+    ** `DOUBT`; `FUND` is the maximum credit; `FEE` is the cost of a probe's step in addition to what it loses."""
     LONGEST = 64
-    """Most steps between two looks at the credit."""
+    """Maximum number of steps between two checks of the credit."""
 
     def __init__(self) -> None:
         self.left = 0
@@ -30,7 +30,7 @@ class Probes:
         self.income = self.SHARE * promise**self.DOUBT
         self.credit = min(self.credit + self.income * steps, self.FUND)
         if not self.left and self.credit > 0:
-            self.left = 2  # since the first step after a pause is not typical
+            self.left = 2  # since the first step after a pause is atypical
         return self.left > 0
 
     def wait(self, minimum: int) -> int:
@@ -38,19 +38,20 @@ class Probes:
         return max(minimum, min(self.LONGEST, math.ceil(-self.credit / max(self.income, 1e-9))))
 
     def charge(self, seconds: float, usual: float | None, plain: float, accepted: float) -> None:
-        """Pay for a step of a probe: its loss against a plain step, and a fee; a gain adds credit.
+        """Pay for a step of a probe: its loss relative to a plain step plus a fee; a gain adds credit.
 
-        usual: seconds of such a step, None for the first after a pause.  accepted: drafted tokens per slot.
+        usual: typical seconds of such a step, None for the first after a pause.  accepted: drafted tokens per slot.
         """
         self.left -= 1
-        paid = min(seconds, self.late if usual is None else usual)  # so that a slow outlier costs no more
+        paid = min(seconds, self.late if usual is None else usual)  # so that a slow outlier does not cost more
         self.late = seconds if usual is None else self.late
         self.credit -= paid / plain - 1 - accepted + self.FEE
 
 
 class PromptCosts:
     """Cost of the drafter's reading of prompts.  It happens before a text's first step and only while drafting, so it
-    is a cost of drafting that is in no step's time."""
+    is a cost of drafting that no step's time includes.
+    """
 
     WINDOW = 4096
     """Steps after which counts are halved."""
@@ -62,7 +63,7 @@ class PromptCosts:
         self.last = 0
 
     def admit(self, new: Sequence[Request], step: int, state: DecodeState) -> None:
-        """Count requests that are new at this step.  The very first ones give no rate yet."""
+        """Count requests that are new at this step.  The very first ones do not give a rate yet."""
         if self.last:
             self.steps += step - self.last
             self.tokens += sum(len(request.prompt) for request in new)

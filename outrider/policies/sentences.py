@@ -1,7 +1,7 @@
-"""Sentence ends and cue words in a text that grows token by token.
+"""Finds sentence ends and cue words in a text that grows token by token.
 
-A token's text is what it adds to the decoded text before it, so that spaces and partial characters are as the tokenizer
-writes them.  A sentence ends at a token that ends in `.`, `!` or `?`, or completes a blank line.
+A token's text is what it adds to the decoded text before it, so that spaces and partial characters are as in the
+tokenizer's output.  A sentence ends at a token that ends in `.`, `!` or `?`, or completes a blank line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def decode_of(target: Any, rule: str) -> Decode:
     """The target's function from ids to text.  Raises ConfigError if it has no tokenizer, which `rule` needs."""
     if target.detokenizer is None:
         raise ConfigError(
-            f"{rule} reads the text, and this target has no tokenizer; load it from a folder that has one"
+            f"{rule} reads the text, but this target has no tokenizer; load it from a folder that has one"
         )
     decode: Decode = target.detokenizer.decode
     return decode
@@ -51,8 +51,9 @@ class Piece(NamedTuple):
         return at >= 0 and at + len(text) > len(self.before)
 
     def completes(self, words: Sequence[str]) -> str | None:
-        """The longest of these words that this token completes, or None.  White space may follow the word; a letter or
-        digit may not precede it."""
+        """The longest of these words that this token completes, or None.  The word may be followed by white space, but
+        not preceded by a letter or digit.
+        """
         whole = (self.before + self.added).rstrip()
         if len(whole) <= len(self.before.rstrip()):
             return None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 EXPLORE = 0.1
-"""Weight of a confidence bound; 0 would use the acceptance so far only, 1 has the proven regret."""
+"""Weight of a confidence bound; 0 would use only the acceptance so far, 1 has the proven regret bound."""
 
 
 class Shares:
@@ -15,7 +15,9 @@ class Shares:
     WINDOW = 64.0
     """Steps after which a count has faded to 1/e."""
     GUESS, DOUBT = 0.5, 2.0
-    """Prior of a member's first node, and its weight in tests; the prior of every other node is the node before it."""
+    """Prior of a member's first node, and its weight in tests; the prior of every other node is the value of the
+    previous node.
+    """
 
     def __init__(self, limits: Sequence[int]):
         self.steps = 0.0

@@ -1,4 +1,6 @@
-"""How likely each node of a draft is to be accepted, from past acceptance or from the drafter's confidences."""
+"""Estimates how likely each node of a draft is to be accepted, from past acceptance or from the drafter's
+confidences.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,16 @@ different numbers of nodes."""
 Rate = Callable[[int], float]
 """Steps per second by tokens in the pass, including anchors."""
 GUESS, DOUBT = 0.7, 4.0
-"""Prior of the first node, and how many tests it counts as; every other node's prior is the node before it."""
+"""Prior of the first node, and how many tests it counts as; every other node's prior is the value of the
+previous node.
+"""
 
 
 class NodeAcceptance:
     """How often each node of a draft was accepted recently, over all slots."""
 
     WINDOW, NEW_TEXT = 256.0, 16.0
-    """Tests after which a count has faded to 1/e; most weight, in tests, of counts from earlier requests."""
+    """Tests after which a count has faded to 1/e; maximum weight, in tests, of counts from earlier requests."""
 
     def __init__(self, limit: int):
         self.limit = limit
@@ -42,12 +46,14 @@ class NodeAcceptance:
         return node_shares if self.is_tree else list(accumulate(node_shares, mul))
 
     def switch_to_tree(self) -> None:
-        """A draft was a tree: count every node from now on, not only those whose predecessor was accepted."""
+        """Called once a draft was a tree: from then on every node is counted, not only those whose predecessor was
+        accepted.
+        """
         if not self.is_tree:
             self.is_tree, self.accepted, self.tests = True, [0.0] * self.limit, [0.0] * self.limit
 
     def admit(self, state: DecodeState) -> list[Request]:
-        """Reduce the weight of old counts if slots serve new requests; returns these."""
+        """Reduce the weight of old counts if slots serve new requests; returns these slots."""
         new = [state.requests[row] for row in state.rows if self.serving.get(row) is not state.requests[row]]
         if new:
             self.serving = dict(state.requests)
@@ -74,7 +80,8 @@ class NodeAcceptance:
         self.accepted[n] = self.accepted[n] * fade + accepted
 
     def detect_change(self, steps: Sequence[tuple[Sequence[int], int]], num_steps: int) -> None:
-        """If the accepted nodes of a dozen steps are 3 standard deviations off, the text has changed: reduce the weight
+        """If the accepted nodes of a dozen steps are 3 standard deviations off, the text is assumed to have changed:
+        reduce the weight
         of old counts."""
         fade = (11 / 12) ** num_steps
         shares = self.shares()
@@ -90,8 +97,9 @@ class NodeAcceptance:
 
 
 def shares(accepted: list[float], tests: list[float]) -> list[float]:
-    """Share of its tests in which each node was accepted.  With few tests it is near the previous node's, so that
-    untried nodes are tried."""
+    """Share of its tests in which each node was accepted.  With few tests it is close to the previous node's, so that
+    untried nodes get tried.
+    """
     guess, estimates = GUESS, []
     for count, tested in zip(accepted, tests, strict=True):
         guess = (count + DOUBT * guess) / (tested + DOUBT)
@@ -111,9 +119,9 @@ class StepOutcome(NamedTuple):
     pass_s: float
     """Seconds of everything but the draft."""
     is_odd: bool
-    """Its times are not typical."""
+    """Whether its times are atypical."""
     is_first: bool
-    """It follows plain steps."""
+    """Whether it follows plain steps."""
 
     @property
     def has_confidences(self) -> bool:
@@ -133,12 +141,12 @@ class StepOutcome(NamedTuple):
 
 
 class Promises:
-    """What confidences promised recently: the mean of a by node, and how much of it was accepted."""
+    """What confidences predicted recently: the mean of a by node, and how much of it was accepted."""
 
     WINDOW, NEW_TEXT = 64.0, 16.0
-    """Steps of a slot after which a mean has faded to 1/e; most weight of a mean after `discount`."""
+    """Steps of a slot after which a mean has faded to 1/e; maximum weight of a mean after `discount`."""
     COMPARED, PRIOR = 256.0, 16.0
-    """Promised nodes after which the ratio has faded to 1/e; weight of its prior, 1, in promised nodes."""
+    """Predicted nodes after which the ratio has faded to 1/e; weight of its prior (1), in predicted nodes."""
 
     def __init__(self, limit: int):
         self.sums, self.weights = [0.0] * limit, [0.0] * limit
@@ -160,7 +168,7 @@ class Promises:
             self.sums[n], self.weights[n] = share * self.sums[n], share * weight
 
     def read(self, steps: Sequence[StepOutcome]) -> None:
-        """Learn from steps with confidences: what they promised, and what was accepted of the verified nodes."""
+        """Learn from steps with confidences: what they predicted, and how many of the verified nodes were accepted."""
         survival = [slot for each in steps for slot in each.survival or ()]
         nodes = sorted(slot for each in steps for slot in each.requested)
         for n, total in enumerate(islice(chain(columns(survival), repeat(0.0)), nodes[-1])):
@@ -185,7 +193,7 @@ def columns(survival: Survival, scale: float = 1.0) -> list[float]:
 def admitted_columns(gains: Sequence[float], live: int, rate: Rate, means: Sequence[float] = ()) -> int:
     """DSpark's Algorithm 1 over columns: how many of them to verify.  gains: from `columns`.
 
-    means: of a by node, from earlier steps.  Later columns are expected to decrease as these do, and a column is
+    means: of a by node, from earlier steps.  Later columns are expected to decrease in the same way, and a column is
     admitted if it or a later one is expected to raise the rate.  () disables this, as in the paper.
     """
     expected, current = float(live), live * rate(live)

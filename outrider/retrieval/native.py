@@ -1,4 +1,4 @@
-"""Native versions of slow functions: C or C++ files beside the Python, compiled on first use and cached on disk.
+"""Native versions of slow functions: C or C++ files next to the Python ones, compiled on first use and cached on disk.
 
 Called through ctypes (`extern "C"`): no build step, no torch.  A library's file name contains a hash of its source and
 compiler flags.  Without a compiler, or with `OUTRIDER_NATIVE=0`, the Python version is used.
@@ -21,19 +21,19 @@ from outrider.storage import cache
 log = logging.getLogger(__name__)
 
 LANGUAGES = {".c": ("-x", "c", "-std=c11"), ".cpp": ("-x", "c++", "-std=c++17")}
-# -ffp-contract=off: products and sums round as in Python
+# -ffp-contract=off: products and sums are rounded as in Python
 FLAGS = ("-O2", "-shared", "-fPIC", "-fvisibility=default", "-ffp-contract=off")
 
 
 class NotNative(OutriderError):
-    """There is no native library, for this reason; the Python version is used."""
+    """No native library is available, for this reason; the Python version is used."""
 
 
 @functools.cache
 def library(name: str, version: int) -> ctypes.CDLL | None:
-    """The library of a source file in this folder, compiled if needed; None, with a line in the log, if unavailable.
+    """The library of a source file in this folder, compiled if needed; None, with a log line, if unavailable.
 
-    version: what its `outrider_<stem>_version()` must return; raise both whenever a function's arguments change.
+    version: what its `outrider_<stem>_version()` must return; increase both whenever a function's arguments change.
     """
     try:
         return load(Path(__file__).with_name(name), version)

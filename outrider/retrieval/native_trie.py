@@ -18,7 +18,7 @@ VERSION = 3
 
 
 def fastest(depth: int, capacity: int) -> Trie | NativeTrie:
-    """The native trie if available, else the Python one.  Both give the same results."""
+    """The native trie if available, otherwise the Python one.  Both give the same results."""
     functions = _functions()
     return Trie(depth, capacity) if functions is None else NativeTrie(depth, capacity, functions)
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 
 class Pool:
-    """A bounded table from the prefixes of n-grams to the tokens that followed, most recent first."""
+    """A bounded table that maps prefixes of n-grams to the tokens that followed, most recent first."""
 
     def __init__(self, longest: int, most: int, siblings: int):
-        """longest: tokens of the longest prefix.  most: number of prefixes stored; the oldest is removed first.
-        siblings: tokens stored per prefix."""
+        """longest: maximum number of tokens of a prefix.  most: maximum number of prefixes stored; the oldest is
+        removed first.  siblings: tokens stored per prefix.
+        """
         self.longest, self.most, self.siblings = longest, most, siblings
         self.read = 0
         """Number of tokens of the text learnt so far."""

@@ -1,8 +1,8 @@
-"""Proposals of text indexes, and the merging of several.
+"""Proposals of text indexes, and how several are merged.
 
 Sources are weighted by the length of their match and the probability of the continuation, as in SGLang's n-gram
-drafter.  Differences: how often a source was right at such a length and probability is counted while decoding, and one
-best-first tree grows over all sources, so that a confident source can take every node.
+drafter.  Differences: while decoding, it is counted how often a source was right at such a length and probability, and
+one best-first tree grows over all sources, so that a confident source can take every node.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ class Trust:
                 self.counts[kind] = self.FADE * right + was_right, self.FADE * promised + proposal.proposal.shares[0]
 
     def of(self, proposal: SourceProposal) -> float:
-        """Near 1 if the shares are right.  A new kind starts from the same source and length, a new length from its
-        square."""
+        """Near 1 if the shares are right.  A new kind starts with the trust of the same source and length, a new length
+        with its square.
+        """
         trust = proposal.length**2 / (proposal.length**2 + 8)
         for kind in (proposal.kind[:2], proposal.kind):
             right, promised = self.counts.get(kind, (0.0, 0.0))
@@ -80,7 +81,7 @@ def merge_proposals(proposals: Sequence[SourceProposal], nodes: int, trust: Trus
     """One tree of at most `nodes` nodes from several sources, best first.  Shares are averaged, weighted by trust to
     the fourth power.
 
-    So the most trusted source nearly decides alone.  On the demo's texts the first power gives 2.31 tokens per step,
+    So the most trusted source almost decides alone.  On the demo's texts the first power gives 2.31 tokens per step,
     the fourth 2.46, the tenth 2.42.
     """
     proposals = [each for each in proposals if each.proposal.tokens]
@@ -94,7 +95,7 @@ def merge_proposals(proposals: Sequence[SourceProposal], nodes: int, trust: Trus
             path = (*(paths[parent] if parent >= 0 else ()), token)
             paths.append(path)
             shares[path] = shares.get(path, 0.0) + share * weight / sum(weights)
-    # ties: the shallower first, so that parents come before their children
+    # on a tie the shallower comes first, so that parents precede their children
     chosen = sorted(shares.items(), key=lambda node: (-node[1], len(node[0])))[:nodes]
     at = {path: n for n, (path, _) in enumerate(chosen)}
     return Proposal([path[-1] for path in at], [at.get(path[:-1], -1) for path in at], [share for _, share in chosen])

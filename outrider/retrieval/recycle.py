@@ -1,4 +1,4 @@
-"""Token recycling: each token with the target's most likely successors at its last occurrence.  (Luo et al.
+"""Token recycling: maps each token to the target's most likely successors at its last occurrence.  (Luo et al.
 2408.08696.)
 
 V vocabulary, M successors, R rows.
@@ -13,26 +13,31 @@ import torch
 from torch import Tensor
 
 CHANCES = (0.6, 0.11, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01)
-"""Probability that the next token is the successor of rank 0, 1, ...; rank 0 has 0.72 in greedy code, less in sampled
-text."""
+"""Probability that the next token is the successor of rank 0, 1, ...; rank 0 has 0.72 in greedy code, but less in
+sampled text.
+"""
 
 
 class Successors:
-    """A table from token to successors, [V, M] int32 on the CPU; the last write wins.  32 bytes per token at M = 8."""
+    """A table that maps a token to its successors, [V, M] int32 on the CPU; the last write wins.  32 bytes per token at
+    M = 8.
+    """
 
     def __init__(self, vocabulary: int, width: int):
         self.width = min(width, vocabulary)
         self.table = torch.full((vocabulary, self.width), -1, dtype=torch.int32)
 
     def learn(self, tokens: Sequence[int], successors: Tensor) -> None:
-        """successors [R, >= M] of these R tokens, most likely first; of equal tokens the last counts."""
+        """successors [R, >= M] of these R tokens, most likely first; if a token occurs more than once, the last
+        occurrence counts.
+        """
         last = {token: n for n, token in enumerate(tokens) if 0 <= token < len(self.table)}
         if last:
             self.table[list(last)] = successors[list(last.values()), : self.width].to(torch.int32)
 
     def grow(self, root: int, most: int, depth: int) -> tuple[list[int], list[int]]:
-        """A tree under `root`: tokens and parents of at most `most` nodes, the most likely first by the ranks along
-        their paths.
+        """A tree under `root`: tokens and parents of at most `most` nodes, most likely first according to the ranks
+        along their paths.
 
         If all successors are known, the tree always has the same shape.
         """

@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class ByTenant(Generic[T]):
-    """One memory per tenant, made on first use."""
+    """One memory per tenant, created on first use."""
 
     def __init__(self, make: Callable[[], T], most: int):
-        """most: number of memories; beyond that the least recently used one is removed."""
+        """most: maximum number of memories; beyond that, the least recently used one is removed."""
         self.make, self.most = make, most
         self.memories: OrderedDict[str, T] = OrderedDict()
         self._lock = threading.Lock()

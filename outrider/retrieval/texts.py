@@ -26,10 +26,10 @@ class TextIndex(Protocol):
 
 
 class History:
-    """One text by its n-grams, each with the most recent position after it."""
+    """One text, by its n-grams, each with the most recent position after it."""
 
     def __init__(self, shortest: int, longest: int):
-        """shortest, longest: tokens of a match."""
+        """shortest, longest: minimum and maximum length of a match in tokens."""
         self.shortest, self.longest = shortest, longest
         self.num_read = 0
         self.follows: dict[tuple[int, ...], int] = {}
@@ -54,7 +54,7 @@ class History:
 def _cursor_after(
     cursor: Cursor | NativeCursor, tokens: Sequence[int], drafted: Sequence[int]
 ) -> Cursor | NativeCursor:
-    """The cursor, which is at the end of these tokens; with drafted ones, a new one after them that learns nothing."""
+    """The cursor at the end of these tokens; with drafted tokens, a new cursor after them that learns nothing."""
     if not drafted:
         return cursor
     follower = cursor.trie.cursor()
@@ -63,12 +63,12 @@ def _cursor_after(
 
 
 class TrieIndex:
-    """One text by its position in its own or a shared trie."""
+    """One text, by its position in its own trie or a shared one."""
 
     def __init__(
         self, cursor: Cursor | NativeCursor, tree: Literal["chain", "recency", "frequency"], levels: int, shortest: int
     ):
-        """tree: one continuation, or a tree in this order.  shortest: tokens of the shortest match used."""
+        """tree: one continuation, or a tree in this order.  shortest: minimum length of a match in tokens."""
         self.cursor, self.tree, self.levels, self.shortest = cursor, tree, levels, shortest
         self.num_read = 0
 
@@ -85,7 +85,7 @@ class TrieIndex:
 
 
 class SourcesIndex:
-    """One text by its positions in several tries and in corpora; proposes the best nodes of all."""
+    """One text, by its positions in several tries and in corpora; proposes the best nodes of all."""
 
     def __init__(
         self, cursors: Mapping[str, Cursor | NativeCursor], sources: Sequence[Corpus], trust: Trust, levels: int,
@@ -118,7 +118,7 @@ class SourcesIndex:
         text = [*tokens, *drafted] if drafted else tokens
         proposals += [corpora.look_up(corpus, text, most, self.levels, self.shortest) for corpus in self.sources]
         proposals = [source for source in proposals if source.proposal.tokens]
-        if not drafted:  # else the next token says nothing about these proposals
+        if not drafted:  # otherwise the next token says nothing about these proposals
             self.last_proposals = proposals
         longest = max((source.length for source in proposals), default=0)
         best = merge_proposals(proposals, min(most, int(self.factor * longest)), self.trust)
@@ -129,7 +129,9 @@ class Tries:
     """Tries for texts: a new one per text, or a shared one per tenant or for all requests."""
 
     def __init__(self, longest: int, capacity: int, tenants: int, shared: Literal[False, "tenant", "all"]):
-        """longest: tokens of the longest match.  capacity: n-grams per trie.  tenants: most tenants with a trie."""
+        """longest: maximum length of a match in tokens.  capacity: n-grams per trie.  tenants: maximum number of
+        tenants with a trie.
+        """
         self.longest, self.capacity, self.shared = longest, capacity, shared
         self.by_tenant = ByTenant(self.new, tenants)
 
@@ -138,5 +140,5 @@ class Tries:
         return native_trie.fastest(self.longest + 1, self.capacity)
 
     def of(self, tenant: str) -> Trie | NativeTrie:
-        """The trie for a text of this tenant: the shared one, else a new one."""
+        """The trie for a text of this tenant: the shared one, or a new one."""
         return self.by_tenant.of(tenant if self.shared == "tenant" else "") if self.shared else self.new()

@@ -4,8 +4,8 @@ A text's position is its longest match, the longest suffix that is in the trie; 
 A token costs as many steps as the trie is deep, however much is stored.  The end of a text has no continuation yet, so
 it never matches itself.
 
-After the n-gram trie of SGLang (pull request 21243).  Differences: all match lengths are in one queue ordered by
-probability, and a missing match is found as soon as the trie has grown.
+Modelled on the n-gram trie of SGLang (pull request 21243).  Differences: all match lengths are in one queue ordered by
+probability, and a match that was missing is found as soon as the trie has grown.
 
 This is the Python reference; `native_trie` is the same in C++ with suffix links, equal node for node.
 """
@@ -24,7 +24,9 @@ from typing import Literal
 from outrider.retrieval.proposal import Proposal
 
 BREADTH = 8
-"""Most continuations of an n-gram in a proposal, the most recent ones; more do not help in trees of 16 nodes."""
+"""Maximum number of continuations of an n-gram in a proposal, the most recent ones; more do not help in trees of 16
+nodes.
+"""
 
 
 class Node:
@@ -60,7 +62,7 @@ class Trie:
         return len(self.nodes) - 1
 
     def clear(self) -> None:
-        """Forget all texts.  Cursors stay valid, and match nothing until more is read."""
+        """Forget all texts.  Cursors stay valid but match nothing until more is read."""
         self.nodes: OrderedDict[tuple[int, ...], Node] = OrderedDict({(): Node(())})
         """By n-gram, the most recent last; the empty n-gram, the root, is never removed."""
         self.clock = 0
@@ -156,7 +158,7 @@ class Cursor:
         return Proposal([token for _, token in nodes], [parent for parent, _ in nodes], shares)
 
     def _by_frequency(self, nodes: dict[tuple[int, int], int], budget: int, levels: int, shortest: int) -> list[float]:
-        """Fill `nodes`, (parent, token) to a node's number; returns the nodes' shares."""
+        """Fill `nodes`, which maps (parent, token) to a node's number; returns the nodes' shares."""
         candidates: list[tuple[float, float, int, Node, int, int]] = []
         numbers, shares = itertools.count(), list[float]()
 
@@ -165,7 +167,7 @@ class Cursor:
             if node is not None:
                 heapq.heappush(candidates, (-weight, -updated, next(numbers), node, at, level))
 
-        # a match is popped before all nodes of its weight and then pushes its continuations, which are no more likely
+        # a match is popped before all nodes of equal weight and then pushes its continuations, which are no more likely
         push(self._followed(self._longest(), shortest), 1.0, math.inf, -1, 0)
         while candidates and len(nodes) < budget:
             weight, updated, _, node, at, level = heapq.heappop(candidates)
@@ -183,7 +185,7 @@ class Cursor:
         return shares
 
     def _by_recency(self, nodes: dict[tuple[int, int], int], budget: int, levels: int, shortest: int) -> list[float]:
-        """As `_by_frequency`; without shares."""
+        """Like `_by_frequency`, but without shares."""
         longest, match = self.trie.depth - 1, self._followed(self._longest(), shortest)
         while match is not None:
             breadth = 1 + (BREADTH - 1) * (longest - len(match.gram)) // max(longest - 1, 1)

@@ -49,7 +49,7 @@ def load_all(
 ) -> Loaded:  # fmt: skip
     """Load drafters, and check which prompts occur in their training data.  drawn: prompts by task.
 
-    name: of the run, for the label of its own drafter, the last choice, to which `quantize` applies.
+    name: the run's, used to label its own drafter, which is the last choice and the one that `quantize` applies to.
     """
     loaded = Loaded({}, {}, {}, {})
     prompts = {task_name(task): prompt_set.prompts for task, prompt_set in drawn.items()}
@@ -63,7 +63,7 @@ def load_all(
         if compile or (compile is None and target.step.graph is not None):
             compile_drafter(drafter, reporter, unasked=not compile)
         label = kind if source is None else source.kind
-        if label in loaded.drafters:  # a second one of its kind
+        if label in loaded.drafters:  # a second drafter of the same kind
             listing = ", ".join(f"{key}={value}" for key, value in settings.items())
             of_kind = f"{label} of {name}" if is_own and name else f"{label} ({listing})"
             label = of_kind if source is None else kind
@@ -110,7 +110,7 @@ def _weights_hash(source: Source, settings: Mapping[str, Any]) -> str:
 
 
 def compile_drafter(drafter: Drafter, reporter: Reporter, unasked: bool = False) -> None:
-    """As `compile_passes`; a failure is reported, and the drafter runs uncompiled."""
+    """Like `compile_passes`, but a failure is reported and the drafter runs uncompiled."""
     try:
         compile_passes(drafter, unasked)
     except NotCompiled as reason:

@@ -1,7 +1,7 @@
 """Compares trainable methods, such as one in a file of your own, at equal minutes or steps: the same answers, the same
 number of seeds, one interleaved evaluation.
 
-A stopped comparison resumes: answers, trainings and the evaluation are those of run files that it writes.
+A stopped comparison can be resumed: its answers, trainings and evaluation belong to run files that it writes.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from outrider.targets.sketch import sketch
 
 PYTHON, RUN_FILES = ".py", (".yaml", ".yml")
 TIMED = 32
-"""Answers on which a method's steps are timed."""
+"""Number of answers on which a method's steps are timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is equal for all methods, besides the run file."""
+    """What all methods have in common, besides the run file."""
 
     minutes: float | None = None
-    """Minutes of each training, by steps timed alone; unless `steps` is set."""
+    """Minutes of each training, converted to steps by separate timings; unused if `steps` is set."""
     steps: int | None = None
     """Steps of each training."""
     seeds: tuple[int, ...] = (0,)
@@ -69,13 +69,13 @@ def compare(
 
     file: a run file with target, prompts, training and evaluation for all.  methods: kinds, FILE.py with a drafter of
     your own, or run files, whose sections `drafter` and `train` are used.
-    Raises ConfigError for an unknown method, one that is not trained, and for a method named twice.
+    Raises ConfigError for an unknown method, one that needs no training, and one that is given twice.
     """
     base, _ = load(file, overrides)
     if base.train is None or base.evaluate is None:
         raise ConfigError(f"{file} needs the sections `train` and `evaluate`, which are those of every method")
     if (options.minutes is None) == (options.steps is None):
-        raise ConfigError("give either minutes or steps, which are equal for all methods")
+        raise ConfigError("give either minutes or steps; they apply to all methods")
     sections = dict(_section(base, method) for method in methods)
     cells = [] if options.cells is None else _cells(options.cells, base.target.name, options)
     if len(sections) < len(methods) or len(methods) < (1 if cells else 2):
@@ -112,7 +112,7 @@ def _section(base: RunConfig, method: str) -> tuple[str, dict[str, Any]]:
 def _run_files(
     base: RunConfig, folder: Path, sections: dict[str, dict[str, Any]], options: Options
 ) -> dict[str, list[Path]]:
-    """Write a run file per method and seed; existing ones are kept, since their steps were timed before."""
+    """Write a run file per method and seed; existing ones are kept, since their steps are already timed."""
     files: dict[str, list[Path]] = {}
     target: Any = None
     folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ def _run_files(
 
 
 def _affordable(settings: RunConfig, target: Any, seconds: float) -> int:
-    """Steps that fit into this time, by those over a few of the answers."""
+    """Number of steps that fit into this time, judging by steps over a few of the answers."""
     answers = answers_for(settings.answers, target, target.tokenizer)[:TIMED]
     read_s, step_s = budget.training_rates(settings, target, answers)
     return max(1, int((seconds - read_s * len(answers)) / step_s))
@@ -203,12 +203,12 @@ def _cells(path: Path, target: str, options: Options) -> list[dict[str, Any]]:
         raise ConfigError(f"{path} is not a file of stored results ({error!r}); give one of benchmarks/") from None
     if not same:
         minutes = sorted({cell["minutes"] for cell in mine if cell.get("minutes")})
-        raise ConfigError(f"{path} has no result for {target} with this budget; it has {minutes} minutes")
+        raise ConfigError(f"{path} has no result for {target} with this budget; available budgets: {minutes} minutes")
     return same
 
 
 def _stored(cells: Sequence[dict[str, Any]], report: Report, seeds: int) -> list[Line]:
-    """The first method against stored ones, over the prompts that both have."""
+    """The first method against stored ones, over the prompts they share."""
     first = list(dict.fromkeys(row.drafter for row in report.rows))[:seeds]
     results = []
     for task, temperature in dict.fromkeys((row.task, row.temperature) for row in report.rows):

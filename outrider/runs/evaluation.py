@@ -59,7 +59,7 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Which drafters are measured on which target, and the folder of the results."""
+    """The drafters and target of an evaluation, and the folder of the results."""
 
     name: str
     target: TargetConfig
@@ -73,7 +73,7 @@ class Evaluation:
     """Checkpoint whose manifest gets the results."""
     usual_minutes: float | None = None
     fine_tuned: str | None = None
-    """The trained drafter that the run's own was trained from."""
+    """The trained drafter that the run's own was fine-tuned from."""
 
     def before(self, loaded: Loaded) -> str | None:
         """The label of `fine_tuned`, if it is measured too."""
@@ -99,7 +99,7 @@ def of_run(settings: RunConfig) -> Evaluation:
 
 
 def target_folder(settings: RunConfig) -> Path:
-    """Where a run that trains its target saves it."""
+    """Where a run that trains its target saves the target."""
     return settings.folder / "target"
 
 
@@ -140,7 +140,7 @@ def plan(evaluation: Evaluation) -> list[Line]:
         drawn = draw(task, config)
         of = "" if drawn.count is None else f" of {drawn.count:,}"
         lines.append(Line("evaluate", f"prompts of {task}", f"{min(config.prompts, len(drawn.prompts)):,}{of}"))
-    lines.append(Line("evaluate", "tokens to write, about", evaluation_tokens(config, len(names))))
+    lines.append(Line("evaluate", "tokens to generate, about", evaluation_tokens(config, len(names))))
     lines.append(Line("evaluate", "results in", str(evaluation.folder)))
     return lines
 
@@ -218,7 +218,7 @@ def _slow_baseline(evaluation: Evaluation, target: TransformersTarget) -> str | 
 
 
 def _shard(evaluation: Evaluation) -> Shard:
-    """The share of this process.  Raises ConfigError for several processes with a target that is split."""
+    """This process's share of the work.  Raises ConfigError for several processes with a split target."""
     count, parts = evaluation.config.processes, evaluation.target.tensor_parallel
     if parts == 1:
         return Shard(*(launched() or (0, count)))
@@ -249,7 +249,7 @@ def _pace(done: Journal) -> dict[str, float]:
 
 
 def _measured(done: Journal, drawn: Mapping[str, PromptSet], config: Config) -> dict[str, int]:
-    """Prompts of each task that were measured before."""
+    """Prompts of each task that are already measured."""
     records = {task: done.by_index(task_name(task), prompts.prompts).values() for task, prompts in drawn.items()}
     return {
         task: min(config.prompts, sum(record.left_out is None for record in of_task))
@@ -286,7 +286,7 @@ def refuse_fuller(evaluation: Evaluation, drafters: Sequence[str] | None = None)
         return
     try:
         old = Report.load(path)
-    except DataError:  # a report of another version must not be lost either
+    except DataError:  # a report from another version must not be lost either
         raise DataError(f"{path} can't be read by this version; {REMEDY}") from None
     reasons = []
     if lost := [
@@ -294,7 +294,7 @@ def refuse_fuller(evaluation: Evaluation, drafters: Sequence[str] | None = None)
     ]:
         reasons.append(f"task {', '.join(lost)}")
     if (most := max((row.prompts for row in old.rows), default=0)) > config.prompts:
-        reasons.append(f"{most} prompts per task, and this evaluation {config.prompts}")
+        reasons.append(f"{most} prompts per task, but this evaluation has {config.prompts}")
     if lost := sorted({f"{row.temperature:g}" for row in old.rows if row.temperature not in config.temperatures}):
         reasons.append(f"temperature {', '.join(lost)}")
     if lost := [name for name in dict.fromkeys(row.drafter for row in old.rows) if name not in (drafters or [name])]:
@@ -342,7 +342,7 @@ def _others(evaluation: Evaluation, shard: Shard) -> Iterator[Callable[[], None]
         for rank, process in enumerate(started, 1):
             if process.exitcode not in (None, 0):
                 raise DataError(
-                    f"process {rank} of {shard.count} ended with code {process.exitcode}; see its messages above, "
+                    f"process {rank} of {shard.count} exited with code {process.exitcode}; see its messages above, "
                     "and rerun the same command to resume"
                 )
 

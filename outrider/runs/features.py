@@ -1,4 +1,4 @@
-"""Features for training: live, from a cache that is filled first, or from an engine's files."""
+"""Features for training: live, from a cache that is filled beforehand, or from an engine's files."""
 
 import logging
 from collections.abc import Callable, Sequence

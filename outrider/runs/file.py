@@ -1,4 +1,4 @@
-"""A run file: target, drafter, and a section for each stage.  It is checked before any weight loads."""
+"""A run file: target, drafter, and a section for each stage.  It is checked before any weights are loaded."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,30 +26,33 @@ class TargetConfig(Base):
     revision: str | None = None
     """Branch, tag or commit of a Hugging Face id; its main branch unless given."""
     device: str | None = None
-    """cpu, cuda, cuda:1 …; the accelerator where there is one unless given."""
+    """cpu, cuda, cuda:1 …; defaults to the accelerator, if there is one."""
     device_map: str | dict[str, int | str] | None = None
-    """Which part goes to which device, as transformers takes it: auto, or names of modules with devices or disk."""
+    """Which part goes on which device, in transformers' format: auto, or module names with devices or disk."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Number of processes that each have a part of every layer; torchrun starts them, see docs/many_devices.md."""
+    """Number of processes among which every layer is split; torchrun starts them, see docs/many_devices.md."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] | None = None
-    """float32 on a CPU and the checkpoint's own elsewhere unless given; auto: the checkpoint's own where that is
-    fast."""
+    """Defaults to float32 on a CPU and the checkpoint's own type elsewhere; auto: the checkpoint's own where that is
+    fast.
+    """
     quantize: Quantization | None = None
     """Round the weights of the linear layers: q8_0, q4_0 and q4_k to blocks of GGUF files, on the CPU; int8 needs
     torchao.  The output is then the quantised model's own."""
     activations: Literal["float32", "int8"] | None = None
-    """What weights in blocks are multiplied with: float32 unless given; int8 rounds them, for exact sums of
-    integers."""
+    """Type of the activations that block-quantised weights are multiplied with: float32 by default; int8 rounds them,
+    so that sums of integers are exact.
+    """
     adapter: str | None = None
     """Folder of a LoRA adapter of peft's, merged into the weights as they load."""
     trust_remote_code: bool = False
     """Run code that comes with the model.  Read that code first."""
     compile: bool | None = None
-    """Compile its steps and the drafters'; see docs/fast.md.  Unless given, that is done once per machine where it can
-    be; a server's are compiled in the background."""
+    """Compile its steps and the drafters'; see docs/fast.md.  By default this is done once per machine where possible;
+    a server's steps are compiled in the background.
+    """
 
     def load_options(self) -> dict[str, Any]:
-        """Arguments of `load_target` besides the name, for work that is worth a compilation before it."""
+        """Arguments of `load_target` besides the name, for work long enough to justify compiling first."""
         return self.model_dump(exclude={"name"}) | ({"compile": "auto"} if self.compile is None else {})
 
 
@@ -57,7 +60,7 @@ class RunConfig(Base):
     """A run file.  `target: NAME` is short for `target: {name: NAME}`."""
 
     name: str
-    """Name of the run, whose folder is runs/NAME; the file's own name unless given."""
+    """Name of the run, whose folder is runs/NAME; defaults to the file's name."""
     target: TargetConfig
     """The model that verifies: its name, or a section."""
     drafter: dict[str, Any]
@@ -65,11 +68,11 @@ class RunConfig(Base):
     prepare: PrepareConfig = Field(default_factory=PrepareConfig)
     """Where conversations come from, and how the target answers them."""
     train: TrainConfig | None = None
-    """How the draft model is trained; without this section nothing is."""
+    """How the draft model is trained; without this section there is no training."""
     evaluate: EvaluateConfig | None = None
-    """What is measured; without this section nothing is."""
+    """What is measured; without this section there is no evaluation."""
     serve: ServeConfig | None = None
-    """How `outrider serve` serves it; the section's defaults unless given."""
+    """How `outrider serve` serves it; defaults to the section's defaults."""
     usual_minutes: dict[Literal["prepare", "train", "evaluate"], PositiveFloat] = Field(default={})
     """Minutes of each stage where the file was tried; a stage that will take three times as long says why."""
 
@@ -101,7 +104,7 @@ def drafter_config(values: dict[str, Any], where: str = "drafter") -> Base:
 def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, dict[str, str]]:
     """A run file with overrides applied, and the origin of every value (file, override, default).
 
-    Raises ConfigError for everything wrong with it, before any weight loads.
+    Raises ConfigError for everything wrong with it, before any weights are loaded.
     """
     file_values = _expand(configs.read(path))
     merged = _expand(configs.override(file_values, overrides))

@@ -43,7 +43,7 @@ def write_provenance(folder: Path, config: Mapping[str, Any], facts: dict[str, A
         "command": " ".join(["outrider", *sys.argv[1:]]),
         "config": dict(config),
     } | facts
-    text = masked(json.dumps(facts_of_run, indent=2, default=str))  # the command and addresses may have passwords
+    text = masked(json.dumps(facts_of_run, indent=2, default=str))  # the command and addresses may contain passwords
     _write(folder, "provenance.json", text)
     written: dict[str, Any] = json.loads(text)
     return written

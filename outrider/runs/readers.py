@@ -1,4 +1,4 @@
-"""Training in which some processes read the target for the others, which train; see `data.features.sent`."""
+"""Training in which some processes run the target for the others, which train; see `data.features.sent`."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Roles:
         link.close()
 
     def serve(self, learnt: Any, held_out: Callable[[], Any]) -> None:
-        """Read for this process's trainers until they end."""
+        """Run the target for this process's trainers until they end."""
         sources = [learnt]
-        with suppress(DataError):  # no held-out answers, or all too short: no trainer requests them
+        with suppress(DataError):  # no held-out answers, or all are too short: no trainer requests them
             sources.append(held_out())
         trainers = range(self.group.rank - self.count, self.count, self.readers)
         with signals_ignored():  # the trainers finish their step and send the end
@@ -82,8 +82,8 @@ def _check_stages(settings: RunConfig, config: TrainConfig, stages: Collection[s
     readers = config.target_processes
     if list(stages) != ["train"]:
         raise ConfigError(
-            f"train.target_processes {readers} is for a training alone; start `outrider prepare`, `outrider train` and "
-            "`outrider evaluate` one after the other"
+            f"train.target_processes {readers} works only for training alone; start `outrider prepare`, `outrider "
+            "train` and `outrider evaluate` one after the other"
         )
     if settings.prepare.features != "live":
         raise ConfigError(
@@ -98,5 +98,5 @@ def _check_stages(settings: RunConfig, config: TrainConfig, stages: Collection[s
 
 
 def sent(source: Any, number: int, link: Link | None) -> Any:
-    """A source whose states come over the link; the source itself without a link."""
+    """The source with states that come over the link; the source itself without a link."""
     return source if link is None else SentFeatures(source, number, link)

@@ -104,7 +104,7 @@ class Prepared:
     others: int
     """Answers to prompts that are not in this run."""
     unstable: int = 0
-    """Answers of the source that do not train, because their bounds in the rendered text are ambiguous."""
+    """Answers from the source that are not trained on, because their boundaries in the rendered text are ambiguous."""
     failed: int = 0
     """Prompts that no server answered; the next run sends them again."""
     why_failed: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ class Prepared:
     retokenised: int = 0
     """Answers received as text, whose token ids come from the tokenizer."""
     truncated: int = 0
-    """Answers cut at a length limit: they train without an end token."""
+    """Answers cut at a length limit: they are trained on without an end token."""
     by_server: Mapping[str, int] = field(default_factory=dict)
     """Number of answers per server."""
 
@@ -150,7 +150,7 @@ class Evaluated:
     folder: Path
     report: Report
     before: str | None = None
-    """Name in the report of the drafter that the run's own was fine-tuned from; None for a new one."""
+    """Name, in the report, of the drafter that the run's own was fine-tuned from; None for a new one."""
 
 
 Result = Prepared | Stored | Trained | Calibrated | Evaluated
@@ -168,7 +168,7 @@ class Reporter:
     """Receives the events of a run and ignores them.  A subclass overrides the methods it needs."""
 
     def writing(self, size_bytes: int, folder: Path) -> None:
-        """At most this much will be written to a folder; raise to refuse it.  Nothing is loaded yet."""
+        """At most this much will be written to a folder; raise an exception to refuse it.  Nothing is loaded yet."""
 
     def loading(self, target: TargetConfig) -> None:
         """The target will be loaded; threads and number types are already chosen."""

@@ -1,5 +1,6 @@
 """The JSON schema of run files, generated from the Configs.  It ships as `schema.json`, which can be read without
-torch."""
+importing torch.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def _describe(drafter: dict[str, Any], docstring: str) -> None:
 
 
 def _take_one_for_a_list(settings: dict[str, Any]) -> None:
-    """Accept `tasks: gsm8k` as a list of one, as `config.Config` does."""
+    """Accept `tasks: gsm8k` as a one-element list, as `config.Config` does."""
     for name, setting in settings.items():
         options = setting.get("anyOf", [setting])
         items = [option["items"] for option in options if option.get("type") == "array"]

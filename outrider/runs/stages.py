@@ -70,10 +70,10 @@ def run(
 ) -> Report | None:
     """Prepare, train, calibrate and evaluate: all stages of a run file.  Each resumes where it was stopped.
 
-    overrides: `key.path=value`, such as `train.lr=3e-4`.  stages: only these, in their usual order.  reporter: receives
-    plans, progress and results; see `outrider.runs.reporter`.  force: resume a training even if its settings changed.
-    Returns the report, or None if nothing is measured.
-    Raises ConfigError for everything wrong with the file, before any weight loads, and for a stage without a section.
+    overrides: `key.path=value`, such as `train.lr=3e-4`.  stages: run only these, in their usual order.  reporter:
+    receives plans, progress and results; see `outrider.runs.reporter`.  force: resume a training even if its settings
+    changed.  Returns the report, or None if nothing is measured.  Raises ConfigError for everything wrong with the
+    file, before any weights are loaded, and for a stage without a section.
     """
     parts = _parts(file, overrides)
     work_for_first(parts)
@@ -92,7 +92,7 @@ def _run(
     file: str | Path, overrides: Sequence[str], stages: Sequence[Stage] | None, reporter: Reporter, force: bool,
     processes: Processes,
 ) -> Report | None:  # fmt: skip
-    """As `run`.  processes: those that share the work of every stage."""
+    """Like `run`.  processes: those that share the work of every stage."""
     settings, chosen = _chosen(file, overrides, stages)
     with located(file, overrides):
         inputs = check(settings, chosen)
@@ -120,7 +120,7 @@ def plan(
     """What `run` will do, with all checks: counts, tokens, steps, memory, disk, time.  Writes nothing.
 
     measure: also measure two training steps; see `training_plan`.  place: accelerators to compute hours for.
-    Raises as `run` does.
+    Raises the errors of `run`.
     """
     settings, chosen = _chosen(file, overrides, stages)
     with located(file, overrides):
@@ -151,7 +151,7 @@ def target_of(
 ) -> Any:  # fmt: skip
     """Load the run's target, with the threads and number types that are fastest on this machine.
 
-    chosen: the stages that use it; a `ServedTarget` if they need no weights or another process reads it.
+    chosen: the stages that use it; returns a `ServedTarget` if they need no weights or another process runs it.
     """
     section = settings.target
     machine.set_up_process()
@@ -173,11 +173,11 @@ def prepare(
     settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: Inputs,
     processes: Processes = ALONE,
 ) -> events.Prepared | None:  # fmt: skip
-    """Let the target answer the prompts without an answer; returns the result in the first process."""
+    """Let the target answer the unanswered prompts; returns the result in the first process."""
     config, skipped, conversations = settings.prepare, inputs.skipped, inputs.conversations
     if machines() > 1 and config.regenerate and not config.servers:
         raise ConfigError(
-            f"prepare runs on one machine, and a launcher started processes on {machines()}; prepare on one of them, "
+            f"prepare runs on one machine, but a launcher started processes on {machines()}; prepare on one of them, "
             "or name servers in prepare.servers"
         )
     most = conversations.most_tokens
@@ -233,7 +233,7 @@ def train(
     settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: Inputs, force: bool = False,
     processes: Processes = ALONE, roles: Roles | None = None,
 ) -> Path:  # fmt: skip
-    """Train on the answers to the run's prompts, and calibrate if the file says so; returns the checkpoint.
+    """Train on the answers to the run's prompts, and calibrate if the run file says so; returns the checkpoint.
 
     processes: those that train together; the first one writes and reports.  roles: if some read for the others.
     """
@@ -299,7 +299,9 @@ def train(
 
 
 def _settle(place: Path, model: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
-    """Apply settings that follow from the measurement on held-out answers to a checkpoint; its manifest records it."""
+    """Apply the settings derived from the measurement on held-out answers to a checkpoint; its manifest records
+    them.
+    """
     manifest = manifest_of(place)
     measured = (row["held_out"] for row in metrics if row["step"] == manifest["training"]["step"] and "held_out" in row)
     facts = next(measured, None)

@@ -25,7 +25,7 @@ def settings_from(
 ) -> dict[str, Any]:
     """A drafter's section, completed with the kind and settings of the trained drafter it starts from.
 
-    target: the run's.  Raises ConfigError for a setting that contradicts these, and as `loading.describe` does.
+    target: the run's.  Raises ConfigError for a setting that contradicts these, and the errors of `loading.describe`.
     """
     changes = {key: value for key, value in section.items() if key != "from"}
     if not isinstance(name := section["from"], str):

@@ -1,4 +1,4 @@
-"""From logits to the sampling distribution, for drafter and target alike; temperature 0 is one-hot.
+"""From logits to the sampling distribution, for both drafter and target; temperature 0 is one-hot.
 
 The order is part of the definition.  Settings that depend on a node's prefix come first, in `prefix.processed`.  Then,
 here: temperature, top-k, top-p, min-p, typical-p, in the order of transformers.  B live slots, V vocabulary.
@@ -15,9 +15,9 @@ from torch import Tensor
 from outrider.sampling.settings import Sampling
 
 FEW = 1024
-"""Largest top-k whose candidates are gathered first."""
+"""Largest top-k for which the candidates are gathered first."""
 SPARE = 64
-"""Further candidates that are checked for ties with the last one."""
+"""Additional candidates that are checked for ties with the last one."""
 IDLE = Sampling()
 """Settings that change nothing."""
 
@@ -49,12 +49,12 @@ class Settings(NamedTuple):
 
     @property
     def has_cuts(self) -> bool:
-        """Whether any live slot draws from fewer than all tokens."""
+        """Whether any live slot samples from fewer than all tokens."""
         return any(cut is not None for cut in self[1:])
 
     @property
     def is_tempered(self) -> bool:
-        """Whether every live slot draws from all tokens at a temperature above 0: its distribution is `tempered`."""
+        """Whether every live slot samples from all tokens at a temperature above 0: its distribution is `tempered`."""
         return self.temperature is not None and not self.has_cuts and bool((self.temperature > 0).all())
 
 
@@ -89,7 +89,7 @@ def distribution(logits: Tensor, settings: Settings) -> Tensor:
 
 
 def _distribution(logits: Tensor, settings: Settings) -> Tensor:
-    """Temperature, then every cut but top-k, renormalised after each; slots at temperature 0 are one-hot."""
+    """Temperature, then every truncation except top-k, renormalised after each; slots at temperature 0 are one-hot."""
     assert settings.temperature is not None
     shape = (-1,) + (1,) * (logits.dim() - 1)
     is_cold = settings.temperature == 0
@@ -133,7 +133,7 @@ def _distribution_of_few(logits: Tensor, settings: Settings, k: int) -> Tensor:
 
 
 def _keep_top_p(p: Tensor, top_p: Tensor) -> Tensor:
-    """Keeps the most likely tokens until their sum reaches top_p, at least one; 1 keeps all."""
+    """Keeps the most likely tokens, at least one, until their probabilities sum to top_p; 1 keeps all."""
     ranked, order = p.sort(dim=-1, descending=True, stable=True)
     before = ranked.cumsum(-1) - ranked
     top_p = top_p.clamp(min=torch.finfo(top_p.dtype).tiny)  # a top_p that float32 rounds to 0 still leaves one token

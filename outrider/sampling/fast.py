@@ -1,4 +1,4 @@
-"""Fast paths of the acceptance rule, with token-for-token the same output.
+"""Fast paths of the acceptance rule, with token-for-token identical output.
 
     accept_greedy    every slot at temperature 0        from the argmax alone, no distribution
     accept_chain     chains drawn from q                all nodes at once, no loop
@@ -53,8 +53,8 @@ def of_chain(
 ) -> Accepted:
     """Accept a chain drawn from q as a whole; trees, deterministic drafts and slots with a seed go to `accept`.
 
-    judge: returns how many nodes are accepted, [B], and the weight of the row each node was drawn for, [B, N]; None
-    is 1.
+    judge: returns how many nodes are accepted, [B], and the weight of the row each node was sampled for, [B, N]; None
+    means 1.
     """
     if draft.q is None or draft.branches or not draft.tokens.numel():
         return accept(draft, p, streams)
@@ -79,7 +79,7 @@ def _passed(chain: Chain, streams: Streams) -> tuple[Tensor, None]:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A drawn chain's nodes as the acceptance rule sees them: invalid ones are deterministic."""
+    """A sampled chain's nodes as the acceptance rule sees them: invalid ones are deterministic."""
 
     p: Tensor
     """[B, N+1, V]."""
@@ -101,7 +101,7 @@ class Chain:
         assert draft.q is not None
         tokens, in_vocabulary, valid = checked_nodes(draft, draft.q, p.shape[-1])
         ids, sizes = tokens[..., None], draft.sizes.to(tokens.device)
-        # all valid is the usual case, and a copy would be as large as q
+        # usually all are valid, and a copy would be as large as q
         q = draft.q if bool(valid.all()) else repaired_q(draft.q, tokens, in_vocabulary, valid)
         q = q.to(p.dtype)
         live = torch.arange(tokens.shape[1], device=tokens.device) < sizes[:, None]

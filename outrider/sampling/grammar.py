@@ -2,7 +2,7 @@
 
 A grammar is text; compiled for a target's tokenizer it becomes `Rules` over token ids, and every request walks its own
 `Automaton`.  End tokens are allowed exactly where the grammar may end; after a text that can't continue, they are the
-only ones.  The rules are llguidance's (an extra); any other object with `start` works, too.
+only ones allowed.  The rules are llguidance's (an extra); any other object with `start` works as well.
 
 V vocabulary.
 """
@@ -150,7 +150,7 @@ def _compiler(target: Any) -> Callable[[Grammar], Rules]:
     try:
         # a tokenizer may have more tokens than the target, or fewer
         vocabulary = from_tokenizer(tokenizer, n_vocab=max(size, len(tokenizer)), eos_token=sorted(target.ends))
-    except Exception as error:  # of a Rust library: no narrower type is promised
+    except Exception as error:  # from a Rust library: no narrower type is guaranteed
         raise ConfigError(
             f"llguidance can't read the tokenizer of {name!r}: {_first_line(str(error))}; leave out the grammar"
         ) from error
@@ -172,7 +172,7 @@ _BITS = (torch.arange(256)[:, None] >> torch.arange(8)) & 1 == 1
 
 
 class _Walk:
-    """A matcher that has read the committed text and the last path; it rolls back only as far as needed.
+    """A matcher that has read the committed text and the last path; it rolls back only as far as necessary.
 
     It is also `Rules`: the first one of a grammar reads nothing, and is copied for every request.
     """

@@ -1,5 +1,5 @@
-"""The full judge: evaluates every node on its own prefix with all settings of a request; text, stop strings, log
-probabilities.
+"""The full judge: evaluates every node on its own prefix with all settings of a request, and produces text, stop
+strings and log probabilities.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -29,7 +29,7 @@ NO_ERRORS: Mapping[int, Exception] = {}
 
 
 class AcceptanceKernels(Protocol):
-    """A device's kernels for accepting and drawing, for requests that set nothing but a temperature."""
+    """A device's kernels for accepting and sampling, for requests that set nothing but a temperature."""
 
     def accept(self, draft: Draft, logits: Tensor, temperature: Tensor, streams: Streams) -> Tensor:
         """The acceptance rule for logits [B, N+1, V].  [B, N+4] int64: path and padding, its length, the next token,
@@ -48,7 +48,7 @@ class SamplingJudge(Judge):
     def __init__(self, rule: Rule | None = None):
         self.rule = rule
         self.kernels: AcceptanceKernels | None = None
-        """Of the target's device; None if it has none."""
+        """Those of the target's device; None if it has none."""
         self.serves: Callable[[], DecodeState | None] | None = None
         """Weak reference to the batch that it serves; None before the first."""
         self.logprobs: dict[int, list[TokenLogprob]] = {}
@@ -58,7 +58,7 @@ class SamplingJudge(Judge):
         self._logits = torch.empty(0)
         """[B, N+1, V] of the last pass, after penalties, bans and processors."""
         self._are_numbers = False
-        """Whether they are known to be without NaN."""
+        """Whether they are known to contain no NaN."""
         self.select({}, [], torch.device("cpu"))
 
     def admit(self, row: int, request: Request, ends: frozenset[int], device: torch.device) -> None:
@@ -96,7 +96,8 @@ class SamplingJudge(Judge):
         return self.kernels.sample(logits, self.temperature, streams, depth)
 
     def masked(self, logits: Tensor, drafted: Sequence[Tensor] = ()) -> Tensor:
-        """Logits masked like the target's, by bad words, minimum length and grammar; q of a draw is their softmax.
+        """Logits masked like the target's, by bad words, minimum length and grammar; the q of a sampled token is their
+        softmax.
 
         Returns the same tensor if no slot bans anything.
         """
@@ -132,7 +133,7 @@ class SamplingJudge(Judge):
                 chosen = likeliest(logits)
             choice = draft.read_with(chosen)
             self._are_numbers = min(map(min, choice)) >= 0
-            if not self._are_numbers:  # what is not finite is refused after the commit, see `observe`
+            if not self._are_numbers:  # non-finite values are refused after the commit, see `observe`
                 choice = logits.argmax(-1).tolist()
             return accept_greedy(draft, choice, logits.shape[-1])
         streams = state.streams
@@ -158,7 +159,8 @@ class SamplingJudge(Judge):
 
     def take_output(self, row: int, count: int, takes_text: bool) -> tuple[str, tuple[TokenLogprob, ...]]:
         logprobs = tuple(self.logprobs[row][-count:]) if self.logprobs[row] else ()
-        return self.text(row) if takes_text or logprobs else "", logprobs  # log probabilities come with their text
+        # log probabilities are returned with their text
+        return self.text(row) if takes_text or logprobs else "", logprobs
 
     def read(self, row: int, tokens: list[int], is_last: bool) -> tuple[int, bool]:
         count, is_stopped = len(tokens), False
@@ -169,8 +171,9 @@ class SamplingJudge(Judge):
         return count, is_stopped
 
     def observe(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> Mapping[int, Exception]:
-        """By slot, a TargetError or ConfigError if a token was chosen by logits that are NaN, infinite or all
-        impossible."""
+        """By slot, a TargetError or ConfigError if a token was chosen from logits that are NaN, infinite or all
+        impossible.
+        """
         errors = self._wrong_numbers(accepted, texts, scores)
         for b, (row, request) in enumerate(self._requests):
             if request.sampling.logprobs is not None and row not in errors:
@@ -211,8 +214,8 @@ def error_of(value: float, is_target_finite: bool, request: Request, where: str)
     if is_target_finite:
         return ConfigError(f"a penalty, logit_bias or processor makes a logit {value} {where}; choose smaller values")
     return TargetError(
-        f"the target's logits are {value} {where}, so no token follows; load it in float32 or bfloat16, since float16 "
-        "overflows, and look for weights that are not finite"
+        f"the target's logits are {value} {where}, so there is no next token; load it in float32 or bfloat16, since "
+        "float16 overflows, and look for weights that are not finite"
     )
 
 

@@ -18,7 +18,7 @@ class TokenLogprob(NamedTuple):
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """The most likely tokens with their log probabilities, best first, without tokens that can't be drawn."""
+    """The most likely tokens with their log probabilities, best first, excluding tokens that can't be sampled."""
 
 
 def token_logprobs(distribution: Tensor, tokens: list[int], alternatives: int) -> list[TokenLogprob]:

@@ -38,7 +38,7 @@ class Prefix:
         self.penalties = Penalties(sampling, prompt, device) if sampling.penalises else None
         self._single = {word[0] for word in sampling.bad_words if len(word) == 1}
         self._words: dict[int, list[Path]] = {}
-        """Bad words of several tokens, by their second-last token."""
+        """Bad words of several tokens, by their second-to-last token."""
         for word in sampling.bad_words:
             if len(word) > 1:
                 self._words.setdefault(word[-2], []).append(word)
@@ -116,7 +116,7 @@ Row = tuple[int, Prefix, int, Path]
 def processed(logits: Tensor, draft: Draft, prefixes: Sequence[tuple[int, Prefix]]) -> Tensor:
     """Logits [B, N+1, V] after the settings of every row's own prefix, in one copy; the same tensor without such slots.
 
-    prefixes: index in the batch and prefix of each such slot.  Unreachable rows are processed only partly, without
+    prefixes: index in the batch and prefix of each such slot.  Unreachable rows are only partly processed, without
     calling processors.
     """
     if not prefixes:
@@ -140,10 +140,10 @@ def pruned(draft: Draft, banning: Sequence[tuple[int, Prefix]], seeded: Tensor |
     """The draft without nodes that can't be accepted; the same one if no slot bans anything.
 
     Impossible tokens are those outside the grammar, the last token of a bad word, and premature end tokens.  Nodes
-    below them, or below any end token, can't be reached and are removed.  An impossible node itself is removed if it is
-    deterministic.  A drawn one stays as the last of its branch: its certain rejection turns p into the residual;
-    without it the next token would come from p although a token was already drawn from q (a total variation of 0.24 in
-    the tests).
+    below them, or below any end token, can't be reached and are removed.  An impossible node is itself removed if it is
+    deterministic.  A sampled one stays as the last of its branch: its certain rejection turns p into the residual;
+    without it the next token would come from p although a token was already sampled from q (a total variation of 0.24
+    in the tests).
 
     banning: index in the batch and prefix of each slot that bans.  seeded [B] bool: slots whose every node is
     deterministic.
@@ -194,12 +194,14 @@ def _add_bias(out: Tensor, prefixes: Sequence[tuple[int, Prefix]]) -> None:
     where, ids = _joined([(b, prefix.biased) for b, prefix in prefixes])
     if len(ids):
         bias = torch.cat([prefix.bias for _, prefix in prefixes])[:, None]
-        # not the sum where a token is banned: with +inf it would be NaN
+        # not the sum for a banned token: with +inf it would be NaN
         out[where, :, ids] = torch.where(bias.isinf(), bias, out[where, :, ids] + bias).to(out.dtype)
 
 
 def _penalise(out: Tensor, penalties: dict[int, Penalties], rows: list[Row]) -> None:
-    """Sparse: the tokens of each text once for all its rows, then those of each path with the counts of its row."""
+    """Works sparsely: the tokens of each text once for all its rows, then those of each path with the counts of its
+    row.
+    """
     if not penalties:
         return
     where, ids = _joined([(b, penalty.ids) for b, penalty in penalties.items()])
@@ -239,7 +241,7 @@ def _ban(out: Tensor, rows: list[Row]) -> None:
 
 
 def _call_processors(out: Tensor, draft: Draft, rows: list[Row]) -> None:
-    """Call the processors for each row on its prefix, parents first; not after an impossible token."""
+    """Call the processors for each row on its prefix, parents first, but not after an impossible token."""
     for b, prefix, row, path in rows:
         processors = prefix.sampling.processors
         if not processors or (path and float(out[b, draft.tree[b][row - 1] + 1, path[-1]]) == -torch.inf):

@@ -20,8 +20,9 @@ from outrider.errors import ConfigError
 from outrider.sampling.grammar import Rules
 
 Processor = Callable[[Tensor, Tensor], Tensor]
-"""(input_ids [1, n], scores [1, V]) to scores [1, V], as transformers' LogitsProcessor.  It must depend on its
-arguments alone, since it is called once for every path of a draft, and again after a rejection."""
+"""(input_ids [1, n], scores [1, V]) to scores [1, V], as transformers' LogitsProcessor.  It must depend only on its
+arguments, since it is called once for every path of a draft, and again after a rejection.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Sampling:
     top_k: int = 0
     """Keep this many most likely tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the fewest most likely tokens whose probabilities sum to this; 1 keeps all."""
+    """Keep the smallest set of most likely tokens whose probabilities sum to this; 1 keeps all."""
     seed: int | None = None
     """The same seed gives the same text with any drafter; None draws a new seed and accepts more of a sampled draft."""
     min_p: float = 0.0
@@ -48,7 +49,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit once per occurrence in the output."""
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    """Token id to the number that is added to its logit; stored as sorted (id, bias) pairs."""
+    """Token id → the number added to its logit; stored as sorted (id, bias) pairs."""
     bad_words: Sequence[tuple[int, ...]] = ()
     """Sequences of token ids that are never completed in the output; they may begin in the prompt."""
     min_new_tokens: int = 0
@@ -106,7 +107,7 @@ class Sampling:
 
     @property
     def is_processed(self) -> bool:
-        """Whether logits are changed before the draw, depending on the earlier tokens."""
+        """Whether logits are changed before sampling, depending on the earlier tokens."""
         return bool(self.penalises or self.logit_bias or self.forbids)
 
     @property
@@ -142,7 +143,7 @@ def _of_form(name: str, value: Any, expected: str) -> Iterator[None]:
 
 
 def whole(name: str, value: Any) -> int:
-    """`value` as an int.  Raises ConfigError if it is not a whole number; True is not one."""
+    """`value` as an int.  Raises ConfigError if it is not an integer; True is not accepted."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ConfigError(f"{name} must be a whole number, got {value!r}")
     return int(value)
@@ -170,6 +171,6 @@ NUMBERS: Mapping[str, tuple[Callable[[str, Any], float], Callable[[float], bool]
     "presence_penalty": (_real, math.isfinite, "must be a finite number (0 changes nothing)"),
     "frequency_penalty": (_real, math.isfinite, "must be a finite number (0 changes nothing)"),
     "min_new_tokens": (whole, lambda x: x >= 0, "must be at least 0 (0 lets a text end at once)"),
-    "logprobs": (whole, lambda x: x >= 0, "must be at least 0 (0 reports the emitted tokens alone, None nothing)"),
+    "logprobs": (whole, lambda x: x >= 0, "must be at least 0 (0 reports only the emitted tokens, None nothing)"),
 }
 """By setting: its parser, its condition, and the condition in words; NaN fails every condition."""

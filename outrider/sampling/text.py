@@ -1,8 +1,8 @@
-"""Incremental detokenization: text is released when no later token can change it and it can't begin a stop string.
+"""Incremental detokenization: text is released once no later token can change it and it can't begin a stop string.
 
-Joined, the pieces equal the text of all tokens decoded at once.  Only a window of tokens is decoded.  That is safe if
-the tokenizer is *local*: its text of X Y is the text of X up to X's last final character, followed by text that depends
-only on Y and the end of X.  `Detokenizer` says what is not final:
+Concatenated, the pieces equal the text of all tokens decoded at once.  Only a window of tokens is decoded.  That is
+safe if the tokenizer is *local*: its text of X Y is the text of X up to X's last final character, followed by text that
+depends only on Y and the end of X.  `Detokenizer` says what is not final:
 
 - the last U+FFFD, which may be half a character whose rest follows;
 - a run of byte tokens (byte fallback: Llama 2, Mistral).  A run has text only as a whole: one more byte can turn all of
@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 from outrider.errors import ConfigError
 
 WINDOW = 32
-"""Most tokens decoded at once, if the text can be cut."""
+"""Maximum number of tokens decoded at once, if the text can be cut."""
 CONTEXT = 16
-"""Tokens that stay in the window when older ones leave; any 16 bytes have four final characters."""
+"""Number of tokens that stay in the window when older ones leave; any 16 bytes have four final characters."""
 MIN_FINAL = 4
-"""Fewest final characters of the tokens that stay."""
+"""Minimum number of final characters of the tokens that stay."""
 
 
 def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -49,11 +49,11 @@ class Detokenizer:
     is_local: bool = False
     """Later tokens change only what the fields below describe, and the last U+FFFD."""
     byte_tokens: Mapping[int, int] = field(default_factory=dict)
-    """Id to byte, for tokens whose runs have text only as a whole."""
+    """Id → byte, for tokens whose runs have text only as a whole."""
     skipped: Mapping[int, str] = field(default_factory=dict)
     """Ids that `decode` leaves out, and their names; "" for one without a name."""
     loose: str = ""
-    """Characters at the end of a text that may still change or disappear."""
+    """Trailing characters of a text that may still change or disappear."""
 
     def final(self, text: str) -> str:
         """The part of a text that later tokens don't change, if no run of byte tokens is open."""
@@ -108,9 +108,9 @@ class TextStream:
         self._rest = ""
         """Decoded text after them."""
         self._held = ""
-        """Final text that is held back, since it may begin a stop string."""
+        """Final text that is held back because it may begin a stop string."""
         self._end: str | None = None
-        """The rest of a text that is over, until it is released."""
+        """The rest of a finished text, until it is released."""
         if before:
             self._begin(before)
 
@@ -129,12 +129,12 @@ class TextStream:
         self._window, self._read, self._final_length = context, len(context), len(text)
 
     def push(self, tokens: Sequence[int], is_last: bool = False) -> Pushed:
-        """`write`, and the text that has become final."""
+        """Like `write`, and returns the text that has become final."""
         count, is_stopped = self.write(tokens, is_last)
         return Pushed(self.take(), count, is_stopped)
 
     def write(self, tokens: Sequence[int], is_last: bool = False) -> tuple[int, bool]:
-        """Add tokens, up to the one that first completes a stop string; is_last: the text is over.
+        """Add tokens, up to the one that first completes a stop string; is_last: the text is finished.
 
         Returns how many were added, and whether a stop string ended the text.  Without stop strings only the
         end is decoded.
@@ -153,7 +153,7 @@ class TextStream:
         return len(tokens), False
 
     def take(self) -> str:
-        """Text that has become final since the last call; all of the rest if the text is over."""
+        """Text that has become final since the last call; all of the rest if the text is finished."""
         if self._end is not None:
             text, self._end, self._held = self._end, "", ""
             return text
@@ -196,7 +196,7 @@ class TextStream:
         text = self._detokenizer.decode(self._window[:closed])
         final = self._detokenizer.final(text) if self._detokenizer.is_local else ""
         self._held += final[self._final_length :]
-        # what was released before this text may not be final
+        # text released before this one may not be final
         self._read, self._final_length = closed, max(self._final_length, len(final))
         self._rest = text[self._final_length :]
         if closed > WINDOW and not self._run and self._detokenizer.is_local:

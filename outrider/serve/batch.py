@@ -25,7 +25,7 @@ URLS: dict[str, Kind] = {
     "/v1/completions": "completion", "/v1/chat/completions": "chat", "/v1/responses": "response",
 }  # fmt: skip
 REQUESTS_PER_SLOT = 2
-"""Requests in flight per slot: one runs, and the other is ready when it ends."""
+"""Requests in flight per slot: one runs while the other waits its turn."""
 
 Update = Callable[[int, int], None]
 """Called with the number of answered requests, and how many of them were refused."""
@@ -77,7 +77,7 @@ def answered(path: Path) -> set[str]:
         try:
             ids.add(parse_json(line)["custom_id"])
         except (ValueError, LookupError, TypeError):
-            raise DataError(f"{path}, line {number}, is not an answer of a batch; name another file") from None
+            raise DataError(f"{path}, line {number}, is not a batch answer; name another file") from None
     return ids
 
 
@@ -109,7 +109,7 @@ def run(service: Service, post: Post, source: Path, to: Path, update: Update = l
 
 
 class Work:
-    """Answers requests one after another; `run` may be called in several tasks."""
+    """Answers requests one after another; `run` may be called from several tasks."""
 
     def __init__(self, service: Service, out: IO[str], update: Update):
         self.service, self.out, self.update = service, out, update

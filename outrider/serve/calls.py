@@ -21,11 +21,11 @@ class Output:
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    """Text that became final; for several steps that are sent together, it comes with the last."""
+    """Text that became final; if several steps are sent together, it comes with the last one."""
     drafted: int = 0
-    """How many of the tokens, counted from the first, were drafted; the target chose the rest."""
+    """How many of the tokens, counted from the first, were drafted; the target generated the rest."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """One for each token, if `Sampling.logprobs` is set."""
+    """One per token, if `Sampling.logprobs` is set."""
     finish_reason: Ending | None = None
     error: str = ""
     """The message for the client if the call ended by an error."""
@@ -43,7 +43,7 @@ class Call:
     deadline: float | None = None
     """Time of `time.monotonic` at which the call is ended."""
     number: int = -1
-    """Of the scheduler, from admission on."""
+    """The scheduler's number for it, from admission on."""
     slot: int | None = None
     """None before its first token."""
     arrived: float = 0.0
@@ -61,7 +61,7 @@ class Call:
     written: int = 0
     """Tokens generated so far."""
     is_stored: bool = True
-    """A drafter may learn from it."""
+    """Whether a drafter may learn from it."""
     drafts: list[tuple[int, int]] = field(default_factory=list)
     """Depth of the draft and number of accepted tokens, per step; only if the engine has a listener."""
 
@@ -70,14 +70,14 @@ class Listener(Protocol):
     """Called by the engine in its own thread; must return at once."""
 
     def ended(self, call: Call, answer: list[int]) -> None:
-        """A text was finished: it was not cancelled, and did not fail."""
+        """A text is complete: it was neither cancelled nor failed."""
 
     def busy(self, is_busy: bool) -> None:
-        """The engine now has calls, or has none left."""
+        """The engine now has calls, or none are left."""
 
 
 class EngineStopped(OutriderError):
-    """The engine accepts no more calls."""
+    """The engine no longer accepts calls."""
 
 
 class QueueFull(OutriderError):
@@ -113,7 +113,7 @@ class WaitingCalls:
             yield from calls
 
     def is_full(self, owner: str) -> bool:
-        """Whether another call of this owner would be refused."""
+        """Whether another call from this owner would be refused."""
         owners = len(self._by_owner.keys() | {owner})
         return len(self) >= self.most and len(self._by_owner.get(owner, ())) >= max(1, self.most // owners)
 
@@ -122,7 +122,8 @@ class WaitingCalls:
         self._by_owner.setdefault(call.owner, deque()).append(call)
 
     def next(self, running: Mapping[str, int], slots: int) -> Call | None:
-        """The next owner's first call; None if none waits, or only of owners that have their share of the slots.
+        """The next owner's first call; None if no call is waiting, or only owners that already have their share of the
+        slots are.
 
         running: calls in slots, by owner.  Recent owners share equally: a text can take long, and an owner that had all
         slots would make the others wait until one of its texts ends.
@@ -160,7 +161,7 @@ def over_by_now(calls: Sequence[Call], cancelled: Collection[Call]) -> dict[Call
 
 
 def seconds_to_next(busy: Sequence[Call], slots: int) -> float:
-    """Estimate of when a full queue has room again: the mean age of the running calls, divided by the slots."""
+    """Estimated time until a full queue has room: the mean age of the running calls, divided by the slots."""
     now = time.monotonic()
     mean = sum(now - call.admitted for call in busy) / max(1, len(busy))
     return max(1.0, min(60.0, mean / slots))

@@ -20,19 +20,23 @@ class Config(Base):
     name: str | None = Field(None, min_length=1)
     """Name of the model in requests and answers; defaults to the target's name, or its folder's."""
     slots: PositiveInt = 16
-    """Texts that are generated at the same time."""
+    """Number of texts generated at the same time."""
     length: int | None = Field(None, ge=2)
-    """Most tokens of a prompt and its answer together; defaults to the target's context, or to what fits into
+    """Maximum number of tokens of a prompt and its answer together; defaults to the target's context, or to what fits
+    into
     `memory_gb`."""
     memory_gb: PositiveFloat | None = None
-    """Most memory for the KV cache of all texts together, in GB.  On a CPU under Linux a text that would exceed it
+    """Maximum memory for the KV cache of all texts together, in GB.  On a CPU under Linux a text that would exceed it
     waits; elsewhere slots that could exceed it are refused at the start.  Defaults to all free memory if `length` is
     given, and to half of it otherwise."""
     queue: PositiveInt = 256
-    """Most texts that wait for a slot; a request beyond it is refused with 429, unless its key has less than its share
+    """Maximum number of texts that wait for a slot; a request beyond it is refused with 429, unless its key has less
+    than its share
     of the queue."""
     policy: Literal["fixed", "auto"] = "auto"
-    """How much is drafted: as much as the drafter offers, or what pays off by measured times at the current load."""
+    """How much is drafted: everything the drafter offers, or what pays off according to measured times at the current
+    load.
+    """
     verification: str = "standard"
     """`standard`, or `block`, which accepts more of a sampled chain; both are exact.  `typical`, `relaxed`, `relay`,
     `scorer` and `counterfactual`, with their settings in brackets, are lossy."""
@@ -42,8 +46,9 @@ class Config(Base):
     """Memory of the prefix cache in bytes: prompts that begin alike share the computation of their common prefix.
     Defaults to a tenth of the memory that is free when the server starts; 0 switches the cache off."""
     interval_s: NonNegativeFloat = 0.01
-    """Shortest time between two chunks of a stream, in seconds, so that steps of a millisecond are not sent one by one;
-    first tokens and ends are sent at once.  0 sends every step."""
+    """Minimum time between two chunks of a stream, in seconds, so that millisecond steps are not sent one by one; first
+    and last tokens are sent at once.  0 sends every step.
+    """
     drafter_timeout_s: PositiveFloat = 10.0
     """Seconds after which a drafter that does not return is switched off."""
     timeout_s: PositiveFloat | None = None
@@ -54,32 +59,36 @@ class Config(Base):
     body_bytes: PositiveInt = 4 * 2**20
     """Largest request body in bytes; a larger one is refused with 413."""
     connections: PositiveInt = 1024
-    """Most connections at once, fewer if the process may open fewer files.  Beyond it, the address with the most idle
+    """Maximum number of connections at once, fewer if the process may open fewer files.  Beyond it, the address with
+    the most idle
     connections loses its oldest one."""
     address_connections: PositiveInt = 256
-    """Most idle connections of one address.  One whose client does not read its responses counts as idle."""
+    """Maximum number of idle connections of one address.  One whose client does not read its responses counts as idle.
+    """
     prompt_tokens: PositiveInt | None = None
-    """Most tokens of a prompt; defaults to what `length` allows."""
+    """Maximum number of tokens of a prompt; defaults to what `length` allows."""
     max_tokens: PositiveInt | None = None
-    """Most tokens of an answer; defaults to what `length` allows."""
+    """Maximum number of tokens of an answer; defaults to what `length` allows."""
     n: PositiveInt = 16
-    """Highest number of answers to one prompt."""
+    """Maximum number of answers to one prompt."""
     texts: PositiveInt = 64
-    """Most texts of one request: prompts times answers."""
+    """Maximum number of texts of one request: prompts times answers."""
     keys: str | None = None
     """File of API keys, made by `outrider keys add`; without it, no key is required."""
     concurrent: PositiveInt = 64
-    """Most concurrent requests of a key that has no limit of its own; further ones are refused with 429."""
+    """Maximum number of concurrent requests of a key that has no limit of its own; further ones are refused with 429.
+    """
     allow_anonymous: bool = False
-    """Accept requests of other machines without a key."""
+    """Accept requests from other machines without a key."""
     hosts: tuple[str, ...] = ()
-    """Further host names, besides those of this machine, under which a server without keys accepts requests."""
+    """Additional host names, besides those of this machine, for which a server without keys accepts requests."""
     request_log: str | None = None
-    """File that gets a JSON line for each request, for `outrider replay`; it has lengths instead of texts."""
+    """File to which a JSON line is written for each request, for `outrider replay`; it has lengths instead of texts."""
     log_prompts: bool = False
-    """Write prompts and answers into the request log, too.  Get the consent of the senders first."""
+    """Also write prompts and answers to the request log.  Get the consent of the senders first."""
     traces: str | None = None
-    """URL of an OpenTelemetry collector (OTLP over HTTP), such as http://127.0.0.1:4318/v1/traces, which gets a span of
-    each request, with times and counts and no text."""
+    """URL of an OpenTelemetry collector (OTLP over HTTP), such as http://127.0.0.1:4318/v1/traces, which gets a span
+    for each request, with times and counts but no text.
+    """
     learning: Learning | None = None
     """Train the drafter on the served texts, which are stored; see docs/serve.md.  Off by default."""

@@ -1,8 +1,8 @@
 """The engine: one thread that generates the texts of many callers in the slots of one batch (continuous batching).
 
 Each round of its loop drops cancelled calls, admits waiting calls to free slots, runs a step of the scheduler, and
-sends every caller its new output.  So requests start and end independently, and a long prompt delays the others by one
-chunk at most.
+sends every caller its new output.  So requests start and end independently, and a long prompt delays the others by at
+most one chunk.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from outrider.targets.protocol import Target
 
 log = logging.getLogger(__name__)
 
-INTERNAL = "the engine failed on this request; the server's log says why"
+INTERNAL = "the engine failed on this request; see the server's log for the reason"
 
 
 class Engine:
@@ -57,7 +57,7 @@ class Engine:
     policy, verification: as in `generate`; an adaptive policy keeps its state from call to call.
     queue: most waiting calls.  prefix_bytes: memory of the prefix cache.
     post: runs callbacks elsewhere, such as `loop.call_soon_threadsafe`; called once per step, or every interval_s
-    seconds if steps are shorter, and less often with many calls.  First tokens and ends are sent at once.
+    seconds if steps are shorter, and less often with many calls.  First and last tokens are sent at once.
     drafter_timeout_s: seconds after which a drafter that does not return is switched off.
 
     On a CPU, load target and drafter in a thread that ends before `start`: OpenMP keeps a thread pool for every thread
@@ -98,7 +98,7 @@ class Engine:
         self._replacement: Drafter | None = None
         self._waiting = WaitingCalls(queue)
         self._serving: dict[int, Call] = {}
-        """By the scheduler's number, in the order of admission."""
+        """By the scheduler's number, in order of admission."""
         self._cancelled: set[Call] = set()
         self._changed = threading.Condition()
         self._is_draining = self._is_stopping = self._is_warm = False
@@ -120,7 +120,7 @@ class Engine:
 
     @property
     def is_degraded(self) -> bool:
-        """The drafter was switched off; answers are decoded without drafts."""
+        """Whether the drafter was switched off; answers are then decoded without drafts."""
         return self.drafter.is_off
 
     def start(self) -> Engine:
@@ -148,7 +148,7 @@ class Engine:
         return call
 
     def cancel(self, call: Call) -> None:
-        """End a call; its slot is free after the current step.  Does nothing if the call has ended."""
+        """Cancel a call; its slot is free after the current step.  Does nothing if the call has ended."""
         with self._changed:
             self._cancelled.add(call)
             self._changed.notify()
@@ -233,7 +233,7 @@ class Engine:
         return True
 
     def _admit(self) -> bool:
-        """Drop calls that are over, and admit waiting calls to free slots; sleeps while idle."""
+        """Drop finished calls and admit waiting calls to free slots; sleeps while idle."""
         with self._changed:
             while not (self._serving or self._waiting or self._is_draining or self._replacement):
                 self._cancelled.clear()
@@ -291,7 +291,7 @@ class Engine:
             self.drafter.limit = self._limit if has_prediction else 0
 
     def _note(self, progress: Sequence[Progress]) -> None:
-        """Update the counts of calls and telemetry."""
+        """Update call counts and telemetry."""
         for call in self._serving.values():
             cached = self.scheduler.cached.get(call.number, 0)
             self.telemetry.cached(cached - call.cached)
@@ -338,12 +338,12 @@ class Engine:
                 self._ended(call, each.finish_reason)
                 if self.listener is not None:
                     self.listener.ended(call, self.state.tokens[each.row][len(call.request.prompt) :])
-        for each in progress:  # last, since this frees the slots of all calls that are over
+        for each in progress:  # last, since this frees the slots of all finished calls
             if each.error is not None:
                 self._fail(self._serving[each.request], each.error)
 
     def _fail(self, call: Call, error: Exception) -> None:
-        """End a call with the error's message, if the client may see it."""
+        """End a call with the error's message, if the client is allowed to see it."""
         if not isinstance(error, OutriderError):
             log.error("a pass failed", exc_info=error)
         self._end(call, "error", str(error) if isinstance(error, ConfigError | DataError) else INTERNAL)

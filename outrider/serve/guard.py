@@ -25,8 +25,9 @@ log = logging.getLogger(__name__)
 
 
 def suspects(state: DecodeState, error: Exception) -> Sequence[int]:
-    """Slots that may have made a step fail before its commit: those with grammars or processors if the error is a
-    ConfigError, else all."""
+    """Slots that may have caused a step to fail before its commit: those with grammars or processors if the error is a
+    ConfigError, otherwise all.
+    """
     rows = [row for row in state.rows if state.requests[row].sampling.forbids]
     return rows if rows and isinstance(error, ConfigError) else list(state.rows)
 
@@ -49,7 +50,7 @@ class GuardedDrafter(Drafter):
         self._lock = threading.Lock()
 
     def replace(self, inner: Drafter) -> None:
-        """Ask this one from now on; it takes over the memory of the one before, see `costs.stored`."""
+        """Use this drafter from now on; it takes over the memory of the previous one, see `costs.stored`."""
         self.inner = inner
 
     def refresh(self) -> None:
@@ -81,8 +82,9 @@ class GuardedDrafter(Drafter):
         self._guard(lambda: self.inner.free(memory, rows), None)
 
     def is_hung(self, seconds: float) -> bool:
-        """Whether a call into the drafter has taken longer; if so, the drafter is switched off, and its thread
-        will raise Abandoned."""
+        """Whether a call into the drafter has exceeded this; if so, the drafter is switched off, and its thread will
+        raise Abandoned.
+        """
         with self._lock:
             since = self._busy_since
             if self.is_off or since is None or time.monotonic() - since <= seconds:

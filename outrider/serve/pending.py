@@ -10,7 +10,7 @@ from dataclasses import replace
 from outrider.serve.calls import Call, Output
 
 STREAMS = 8
-"""Streams whose chunks are `interval_s` apart.  More streams together get as many chunks per second as these."""
+"""Streams whose chunks are `interval_s` apart.  Total chunks per second stay the same with more streams."""
 
 Post = Callable[[Callable[[], None]], None]
 
@@ -39,7 +39,7 @@ class PendingOutput:
             self._last_sent = time.monotonic()
 
     def send(self, calls: Iterable[Call]) -> None:
-        """Send these calls' unsent outputs.  The text of several steps is decoded once, and comes with the last one."""
+        """Send these calls' unsent outputs.  The text of several steps is decoded once and comes with the last one."""
         outputs: list[tuple[Call, Output]] = []
         for call in calls:
             *earlier, last = self._unsent.pop(call)

@@ -1,7 +1,7 @@
 """Which parts of a text were drafted.
 
-Half a character is held back until its rest arrives, and so is text that may begin a stop string.  So a step's text is
-not always the text of its tokens; a token's part is the next occurrence of the token's text.
+An incomplete character is held back until the rest of it arrives, and so is text that may begin a stop string.  So a
+step's text is not always the text of its tokens; each token is matched with the next occurrence of its text.
 """
 
 from __future__ import annotations

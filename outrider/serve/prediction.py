@@ -1,11 +1,11 @@
 """Predicted outputs: drafts from a text that the request expects its answer to repeat, such as a file to be edited.
 
 The draft follows the prediction from its first token on, as long as the text does.  Once the text has diverged, its end
-is looked up in the prediction, as in prompt lookup (Saxena 2023): the longest match wins, and among equals the nearest
+is looked up in the prediction, as in prompt lookup (Saxena 2023): the longest match wins, and on a tie the one nearest
 to the divergence.  If there is no match, and in slots without a prediction, another drafter drafts.
 
-A slot's draft comes from one of the two.  The other drafter observes everything that was committed: it sees the
-prediction's drafts as those of another member of an ensemble, see `nn.drafting.ensemble`.
+A slot's draft comes from one of the two.  The other drafter observes everything that was committed: to it, the
+prediction's drafts come from another member of an ensemble, see `nn.drafting.ensemble`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outrider.fast.static.step import StaticDrafter
 from outrider.nn.drafting.ensemble import Ensemble, EnsembleMemory
 
 PREDICTED = 8
-"""Most tokens of a prediction drafted in one step if there is no other drafter."""
+"""Maximum number of tokens of a prediction drafted in one step if there is no other drafter."""
 INNER = 0  # the only member of the ensemble
 
 
@@ -54,7 +54,7 @@ class Predicted(Ensemble):
         return Memory(**vars(super().allocate(cache)))
 
     def static(self, memory: Memory, is_greedy: bool) -> StaticDrafter:
-        """The inner drafter's: a request with a prediction does not use static steps."""
+        """That of the inner drafter: a request with a prediction does not use static steps."""
         if not self.inner.limit:
             return StaticDrafter()
         drafter: StaticDrafter = self.inner.static(memory.parts[INNER], is_greedy)
@@ -114,11 +114,11 @@ class Alignment:
     """The position of a growing text in its prediction."""
 
     SHORTEST, LONGEST = 3, 32
-    """Fewest and most tokens of a match."""
+    """Minimum and maximum number of tokens of a match."""
     DOUBT = 2
     """Tokens by which the minimum grows after a match that did not continue."""
     CANDIDATES = 64
-    """Most matches that are compared."""
+    """Maximum number of matches that are compared."""
 
     def __init__(self, prediction: Sequence[int], begin: int):
         """begin: tokens of the text before the prediction."""
@@ -130,14 +130,14 @@ class Alignment:
         self._left = 0
         """Where the text diverged from the prediction."""
         self._shortest = self.SHORTEST
-        """Fewest tokens of the next match."""
+        """Minimum number of tokens of the next match."""
         self._goes_on = True
         """The last match continued by at least one token."""
         self._letters = ""
         """The prediction as a string with one letter per token, for fast search; built on first use."""
 
     def following(self, text: list[int], most: int) -> list[int]:
-        """The next tokens by the prediction, at most `most`; none without a match."""
+        """The next tokens according to the prediction, at most `most`; none without a match."""
         for token in text[self._read :]:
             self._follow(token)
         self._read = len(text)
@@ -155,7 +155,7 @@ class Alignment:
         self._left, self.at = self.at, None
 
     def _match_end(self, text: list[int]) -> int | None:
-        """The end of the best match of the text's end in the prediction."""
+        """Where the best match of the text's last tokens ends in the prediction."""
         if len(text) < self.SHORTEST:
             return None
         matches = [(self._match(text, end), -abs(end - self._left), end) for end in self._near(text)]
@@ -166,7 +166,7 @@ class Alignment:
         return end
 
     def _near(self, text: list[int]) -> list[int]:
-        """The ends of the shortest matches before the prediction's end, nearest to the divergence."""
+        """Where the shortest matches end, before the prediction's end, nearest to the divergence first."""
         self._letters = self._letters or _letters(self.prediction[:-1])
         pattern = _letters(text[-self.SHORTEST :])
         ends: list[int] = []

@@ -1,15 +1,16 @@
 """The prefix cache: prefixes that several prompts share, such as a system prompt or a chat so far, are computed once.
 
-A prefix is stored in blocks of tokens: the keys and values of all layers, and what a drafter reads of the target's
-pass, its taps and hidden states.  They are copied into the slot of a later prompt that begins with the same blocks, and
-passed to its drafter as if the target had just computed them.
+A prefix is stored in blocks of tokens: the keys and values of all layers, and the taps and hidden states that a drafter
+reads.  They are copied into the slot of a later prompt that begins with the same blocks, and passed to its drafter as
+if the target had just computed them.
 
-A block's key is the previous block and its own token ids.  The ids themselves are compared, so no hash collision can
-confuse two texts.  Each tenant has its own blocks: otherwise the latency of a prompt would reveal what others had sent.
+A block's key consists of the previous block and its own token ids.  The ids themselves are compared, so no hash
+collision can confuse two texts.  Each tenant has its own blocks: otherwise the latency of a prompt would reveal what
+others had sent.
 
 Sharing by block is PagedAttention's (Kwon et al. 2309.06180); the tree of prefixes, whose least recently used leaf is
-evicted first, is RadixAttention's (Zheng et al. 2312.07104).  Unlike there, a slot's columns are contiguous, so blocks
-are copied into it, and no slot uses a block in place.
+evicted first, is RadixAttention's (Zheng et al. 2312.07104).  Here a slot's columns are contiguous, so blocks are
+copied into it and never used in place.
 
 n tokens, T taps, H hidden size.
 """
@@ -35,10 +36,10 @@ from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.protocol import Target, TargetSpec
 
 BLOCK = 64
-"""Tokens per block.  Smaller blocks share more of a prefix, and need more copies."""
+"""Tokens per block.  Smaller blocks share more of a prefix but need more copies."""
 
 Key = tuple[int | str, bytes]
-"""The number of the previous block, or the tenant for a first block; and the block's token ids."""
+"""The number of the previous block, or the tenant for a first block, and the block's token ids."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -75,7 +76,7 @@ class PrefixStore(Prefixes):
     is_shared: tenants (`Request.tenant`) share blocks; by default each has its own.
     block: tokens per block.  Only whole blocks are stored; the rest of a prefix is computed again.
 
-    It serves one target and drafter; those of another shape clear it.
+    It serves one target and drafter; it is cleared if their shape changes.
     """
 
     def __init__(self, budget_bytes: int, is_shared: bool = False, block: int = BLOCK):
@@ -117,11 +118,12 @@ class PrefixStore(Prefixes):
         self, target: Target, drafter: Drafter, cache: Any, memory: Any, state: DecodeState, row: int,
         most: int | None = None,
     ) -> int:  # fmt: skip
-        """Copy the stored blocks that continue a slot's prefill into the cache, pass them to the drafter, and count
-        their tokens in `state.prefilled`.
+        """Copy the stored blocks that continue a slot's prefill into the cache, pass them to the drafter, and add their
+        tokens to `state.prefilled`.
 
         Returns the number of these tokens: a multiple of `block`, at most `most`, never the prompt's last token, which
-        is the anchor.  Called before each chunk, so that it finds what other slots have computed in the meantime.
+        is the anchor.  Called before each chunk, so that it finds blocks that other slots have computed in the
+        meantime.
         """
         if not self.budget_bytes or not self.supports(target, cache):
             return 0
@@ -168,7 +170,7 @@ class PrefixStore(Prefixes):
     def _with_tail(
         self, state: DecodeState, row: int, hidden: Tensor, taps: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Prepends the states that had not filled a block, and keeps those at the end that do not fill one now."""
+        """Prepends the states left over from the previous chunk, and keeps those that do not fill a block now."""
         request, before, tapped = self._tails.pop(row, (None, hidden[:0], None))
         if request is state.requests[row] and len(before) + len(hidden) <= state.prefilled[row]:
             hidden = torch.cat([before, hidden])
@@ -198,7 +200,7 @@ class PrefixStore(Prefixes):
         """The stored blocks of the first `end` tokens of a slot's prompt; more if they were found before."""
         request, tokens = state.requests[row], state.tokens[row]
         reader, keys = self._reading.get(row, (request, []))
-        if reader is not request or (keys and keys[-1] not in self._blocks):  # of another request, or evicted since
+        if reader is not request or (keys and keys[-1] not in self._blocks):  # from another request, or evicted since
             keys = []
         while (len(keys) + 1) * self.block <= end:
             key = self._key(request, keys, tokens)
@@ -219,7 +221,7 @@ class PrefixStore(Prefixes):
         return self._blocks[keys[-1]].number if keys else first, array("q", block).tobytes()
 
     def _use(self, keys: Sequence[Key]) -> None:
-        """Mark the blocks of one prefix as just used, each a little earlier than its predecessor."""
+        """Mark the blocks of one prefix as just used, each slightly before its predecessor."""
         for key in reversed(keys):
             self._blocks.move_to_end(key)
 
@@ -284,7 +286,7 @@ def _bytes(tensor: Tensor | None) -> int:
 
 @torch.inference_mode()
 def _scores(target: Target, blocks: Sequence[Block]) -> Scores:
-    """The target's result for these blocks, as one slot's chunk.  A copy, which a drafter may keep."""
+    """The target's result for these blocks, as one slot's chunk.  A copy that a drafter may keep."""
     hidden = torch.cat([block.hidden for block in blocks])
     tapped = [block.taps for block in blocks if block.taps is not None]
     return Scores(target.head(hidden[None, -1:]), hidden[None], torch.cat(tapped)[None] if tapped else None)

@@ -39,12 +39,12 @@ Kind = Literal["completion", "chat", "response"]
 BODIES: Mapping[Kind, type[TextRequest]] = {
     "completion": CompletionRequest, "chat": ChatRequest, "response": ChatRequest,
 }  # fmt: skip
-"""Of a response, what it is translated to."""
+"""What a response is translated to."""
 SHORT, SMALL = 2_000, 32_000
-"""Bodies of at most this many bytes have their prompts encoded, and are parsed, on the event loop: a thread would take
-longer."""
+"""Bodies of at most this many bytes are parsed and their prompts encoded on the event loop: a thread would take longer.
+"""
 AT_ONCE = 16
-"""Most outputs of steps that are formatted before other requests have their turn."""
+"""Maximum number of outputs of steps that are formatted before other requests have their turn."""
 LATE = "the request took longer than its timeout; request fewer tokens, or a longer timeout"
 
 

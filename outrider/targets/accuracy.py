@@ -1,8 +1,9 @@
-"""How much precision a model's dtype loses against float64 with the same weights: the tolerance for every fast path.
+"""How much precision a model's dtype loses relative to float64 with the same weights: the tolerance for every fast
+path.
 
 No constant fits all models.  The logits of a toy model are off by 1e-6; those of a model whose states reach 26,000, as
-in real checkpoints, by 1e-4, and a kernel that sums carelessly loses several times that.  So the same passes run in the
-model's dtype and in float64, over real text after a real prompt.
+in real checkpoints, by 1e-4, and a kernel that sums carelessly loses several times as much.  So the same passes run in
+the model's dtype and in float64, over real text after a real prompt.
 
 V vocabulary.
 """
@@ -28,15 +29,16 @@ from outrider.targets.hf.proof.selftest import PARENTS, chain_of, plain_words, t
 log = logging.getLogger(__name__)
 
 PROMPT, NODES = 48, 8
-"""Tokens in the prompt, and in the widest pass."""
+"""Number of tokens in the prompt, and in the widest pass."""
 ROWS = (1, 3)
 SHARE = 0.5
 """Fraction of the free memory that a copy in float64 may take."""
 RMS, LARGEST = 2.5, 4.0
-"""Two paths may differ by so many times the loss of the dtype: the plain one loses it once, and the fast one 1.5 times
-in root mean square and 3 times at most."""
+"""How far two paths may differ, in multiples of the dtype's loss: the plain path loses it once, the fast one up to 1.5
+times in root mean square and 3 times at most.
+"""
 UNITS = 4
-"""Rounding units of the largest logit by which a logit may always differ; the root mean square by one."""
+"""Rounding units of the largest logit by which any logit may differ; the root mean square may differ by one."""
 
 
 class Loss(NamedTuple):
@@ -47,7 +49,7 @@ class Loss(NamedTuple):
 
     @classmethod
     def between(cls, pairs: Iterable[tuple[Tensor, Tensor]]) -> Loss:
-        """Over all these pairs of logits [..., V]; the root mean square weights all pairs equally."""
+        """The difference over all these pairs of logits [..., V]; the root mean square weights all pairs equally."""
         differences = [(one.double() - other.double()).abs() for one, other in pairs]
         squares = torch.stack([each.square().mean() for each in differences])
         return cls(float(squares.mean().sqrt()), max(float(each.max()) for each in differences))
@@ -77,13 +79,14 @@ class Tolerance(NamedTuple):
 
 
 def compared_with(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compare `dtype` with: float64; for float64 itself float32, in which families compute norms and
-    rotary factors in any case."""
+    """The dtype to compare `dtype` with: float64; for float64 itself, float32, in which families compute norms and
+    rotary factors anyway.
+    """
     return torch.float32 if dtype == torch.float64 else torch.float64
 
 
 def texts(target: Any, rows: int, count: int) -> Tensor:
-    """Token ids [rows, count] of real text if the target has a tokenizer, else random ones."""
+    """Token ids [rows, count] of real text if the target has a tokenizer, otherwise random ones."""
     if target.tokenizer is None:
         return torch.tensor(plain_words(target, rows, count))
     text = Path(__file__).read_text(encoding="utf-8")

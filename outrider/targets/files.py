@@ -17,7 +17,9 @@ READ = (".safetensors", ".json", ".bin", ".jinja", ".model", ".gguf", ".txt")
 
 
 def problem_of(name: str) -> str | None:
-    """What is wrong with a folder's files, and what to do; None if nothing is, or for a Hugging Face id."""
+    """What is wrong with a folder's files, and what to do about it; None if nothing is wrong, or for a Hugging
+    Face id.
+    """
     folder = Path(name).expanduser()
     try:
         if not folder.is_dir():
@@ -26,14 +28,16 @@ def problem_of(name: str) -> str | None:
         return f"{name:.80}... can't be looked up: {error.strerror}; give the name of a folder"
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
         return _adapter(folder)
-    # whatever a folder's name ends in, it is no file; only weights must be one
+    # a folder is not a file whatever its name ends in; only weights must be files
     files = sorted(path for path in folder.iterdir() if path.suffix in READ)
     files = [path for path in files if not path.is_dir() or path.suffix == ".safetensors"]
     return next((problem for path in files if (problem := file_problem(path)) is not None), None)
 
 
 def unreadable(path: Path) -> str | None:
-    """Why a file can't be read, and what to do: it is no regular file, or a Git LFS pointer; None if it can be."""
+    """Why a file can't be read (it is not a regular file, or is a Git LFS pointer), and what to do about it; None if it
+    can be read.
+    """
     try:
         regular(path)
     except OSError as error:
@@ -44,7 +48,7 @@ def unreadable(path: Path) -> str | None:
 
 
 def file_problem(path: Path) -> str | None:
-    """What is wrong with one file, and what to do; None if nothing is."""
+    """What is wrong with one file, and what to do about it; None if nothing is."""
     if (problem := unreadable(path)) is not None:
         return problem
     if not (size := path.stat().st_size) and path.suffix != ".txt":

@@ -45,12 +45,12 @@ def spec_of(
 
 
 def load_tokenizer(path: str, **options: Any) -> tuple[Any, str]:
-    """The tokenizer of a folder, a Hugging Face id or a GGUF file, and ""; without one, None and the reason."""
+    """The tokenizer of a folder, a Hugging Face id or a GGUF file, and ""; if there is none, None and the reason."""
     if (files := locate(path, options.get("revision"))) is not None:
         return gguf.read_tokenizer(gguf.described(path, files).parts)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
-        tokenizer.decode(tokenizer.encode("a"))  # it fails only here if tokenizer_config.json has odd values
+        tokenizer.decode(tokenizer.encode("a"))  # it fails only here if tokenizer_config.json has invalid values
     except Exception as error:  # the tokenizers library raises plain Exception for a damaged file
         return None, first_line(error)
     # without files transformers creates a tokenizer of special tokens only
@@ -81,13 +81,13 @@ def hash_weights(model: nn.Module) -> str:
 
 
 def _of_blocks(name: str, part: QuantizedLinear | QuantizedEmbedding) -> bytes:
-    """The entry of a plain weight with the same values, however they are packed on this machine."""
+    """The same entry as for a plain weight with these values, however they are packed on this machine."""
     rows = min(part.rows, -(-SAMPLE // part.columns))
     return _entry(name, (part.rows, part.columns), part.values(torch.arange(rows)).flatten()[:SAMPLE])
 
 
 def hash_stored(path: str, revision: str | None, model: nn.Module) -> str:
-    """`hash_weights` of a checkpoint, from little more than the headers of its safetensors files.
+    """`hash_weights` of a checkpoint, reading little more than the headers of its safetensors files.
 
     model: the checkpoint's, on the meta device.  Returns "" if files are missing, or if names or shapes differ from the
     model's.

@@ -60,7 +60,7 @@ def load_target(
 ) -> TransformersTarget:
     """Load a causal LM as a target: `demo`, a Hugging Face id, a local folder, a GGUF file, or a module in memory.
 
-    A GGUF file is given by its path, by its folder, or as a file of the hub, OWNER/NAME:FILE.  Its weights stay
+    A GGUF file is given by its path, by its folder, or as a file on the hub, OWNER/NAME:FILE.  Its weights stay
     quantised, on the CPU, and are multiplied in float32.  activations: `int8` rounds the activations that such weights
     are multiplied with, so that products are exact sums of integers; also those of `quantize` q8_0, q4_0 and q4_k.
 
@@ -68,20 +68,18 @@ def load_target(
 
     dtype: default float32 on a CPU and the checkpoint's own on an accelerator; `auto` is the checkpoint's own if this
     machine multiplies it as fast as float32.  quantize: `q8_0`, `q4_0` and `q4_k` round the weights of the linear
-    layers to blocks of GGUF files, also of a module in memory; the target is then on the CPU and computes in float32.
-    `int8` needs torchao, and steps are not compiled.  quantization is passed to transformers as
+    layers to blocks of GGUF files, including those of a module in memory; the target is then on the CPU and computes in
+    float32.  `int8` needs torchao, and steps are not compiled.  quantization is passed to transformers as
     `quantization_config`; without it, checkpoints whose method would round activations are dequantised.  device_map is
     transformers': `auto`, or a device or `disk` for each part.  tensor_parallel: number of processes that share every
     layer; torchrun starts them all, and in all but the first this function does not return: they work until the first
-    one ends, then exit.  adapter: folder of a LoRA adapter, which peft merges into the weights; a peft model in memory
-    is used as it is.  If the weights are not in one place, steps are not compiled.  A bare module has no tokenizer: its
-    prompts are token ids.
-    compile: None uses a compiled step of this model if one is on disk, and captures passes on a CUDA GPU; `auto`
-    compiles one if possible (one to two minutes, once per machine); True does too, and raises NotCompiled if it can't;
-    False never does.
-    Raises TargetError if the model can't be found or loaded, if its plain decoding fails the self-test, or if it
-    quantises activations, keys or values; ConfigError for an unknown `quantize` and for options that exclude each
-    other.
+    one finishes, then exit.  adapter: folder of a LoRA adapter, which peft merges into the weights; a peft model in
+    memory is used as it is.  If the weights are not in one place, steps are not compiled.  A bare module has no
+    tokenizer: its prompts are token ids.  compile: None uses a compiled step of this model if one is on disk, and
+    captures passes on a CUDA GPU; `auto` compiles one if possible (one to two minutes, once per machine); True does
+    too, and raises NotCompiled if it can't; False never does.  Raises TargetError if the model can't be found or
+    loaded, if its plain decoding fails the self-test, or if it quantises activations, keys or values; ConfigError for
+    an unknown `quantize` and for options that exclude each other.
     """
     if quantize is not None:
         quantised.check_mode(quantize)
@@ -110,7 +108,7 @@ def load_target(
     if not in_blocks:
         _refuse_activations(activations, name)
     if (special_target := special(name)) is not None:
-        _refuse_adapter(adapter, f"{name}, which is several models or another sort")
+        _refuse_adapter(adapter, f"{name}, which consists of several models or is of another kind")
         sort, described = special_target
         made: TransformersTarget = sort.load(
             name, described, load_target, revision=revision, device=device, dtype=dtype, device_map=device_map,
@@ -131,7 +129,7 @@ def load_target(
     calls = tensor_parallelism.join(tensor_parallel)
     if calls.rank:
         tensor_parallelism.work(calls, _from_checkpoint)
-    if dtype == "auto":  # decided here, since other machines may have measured otherwise
+    if dtype == "auto":  # decided here, since measurements on other machines may differ
         path = catalog.checkpoint(name)
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
         options["dtype"] = dtype_of(config, dtype, default_device())
@@ -198,7 +196,7 @@ def _refuse_for_blocks(what: str, **options: Any) -> None:
     for name, value in options.items():
         if value is not None and str(value).removeprefix("torch.") not in fits.get(name, ()):
             reason = why.get(
-                name, "they are quantised already" if name.startswith("quant") else "they lie in one place"
+                name, "they are quantised already" if name.startswith("quant") else "they are already in one place"
             )
             raise ConfigError(f"{name} {value!r} can't be used with {what}: {reason}; leave it out")
 
@@ -208,7 +206,7 @@ def _from_checkpoint(
     quantize: str | None, quantization: Any, revision: str | None, trust_remote_code: bool,
     compile: Compile, activations: Activations = "float32", adapter: str | Path | None = None, parts: int = 1,
 ) -> TransformersTarget:  # fmt: skip
-    """The target of a checkpoint, as `load_target`.  parts: number of processes that share its layers."""
+    """The target of a checkpoint, like `load_target`.  parts: number of processes that share its layers."""
     if device is not None and device_map is not None:
         raise ConfigError(f"device {device!r} and device_map both place the weights; leave one out")
     path = catalog.checkpoint(name)
@@ -221,7 +219,7 @@ def _from_checkpoint(
             cache.folder().mkdir(parents=True, exist_ok=True)
             rewritten = tempfile.TemporaryDirectory(prefix="offload-", dir=cache.folder())
         except OSError as error:
-            raise TargetError(f"layers can't be kept in {cache.folder()}: {error}; set OUTRIDER_CACHE") from None
+            raise TargetError(f"layers can't be stored in {cache.folder()}: {error}; set OUTRIDER_CACHE") from None
         spread["offload_folder"] = rewritten.name
     if parts > 1:
         spread = {"distributed_config": DistributedConfig(tp_size=parts)}
@@ -264,7 +262,7 @@ def _from_checkpoint(
             f"target {name!r} lacks {len(missing)} of its weights, such as {missing[0]}; copy it again, or use the "
             "checkpoint of a whole causal LM"
         )
-    # some quantised models can't be moved, not even to where they are
+    # some quantised models can't be moved, not even to the device they are on
     if device_map is None and parts == 1 and model.device != torch.empty(0, device=device).device:
         model = model.to(device)
     if rewritten is not None:
@@ -275,12 +273,12 @@ def _from_checkpoint(
 
 
 def default_device(requested: str | torch.device | None = None) -> torch.device:
-    """The requested device, else a CUDA GPU if available, else the CPU."""
+    """The requested device; by default a CUDA GPU if available, otherwise the CPU."""
     return torch.device(requested or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _quantised(model: Any, quantize: str | None, activations: Activations) -> str | None:
-    """Quantise the model.  Returns the hash of the weights before; None without `quantize`."""
+    """Quantise the model.  Returns the hash of the weights before quantisation; None without `quantize`."""
     if quantize is None:
         return None
     if (already := quantised.precision(model)) is not None:
@@ -293,7 +291,7 @@ def _quantised(model: Any, quantize: str | None, activations: Activations) -> st
 def _compiled(target: TransformersTarget, compile: Compile) -> TransformersTarget:
     if not target.is_whole:
         log.warning(
-            "%s: its weights are not all in one place, so its steps are not compiled and run without our kernels",
+            "%s: its weights are not all in one place, so its steps are not compiled and don't use our kernels",
             target.spec.name,
         )  # fmt: skip
         compile = False
@@ -319,7 +317,7 @@ def dtype_of(config: Any, dtype: str | torch.dtype | None, device: torch.device)
 
 
 def _dtype(dtype: str | torch.dtype, device: torch.device, stored: torch.dtype | None) -> torch.dtype:
-    """The requested dtype; for `auto` the stored one if this device multiplies it fast, else float32."""
+    """The requested dtype; for `auto`, the stored one if this device multiplies it fast, otherwise float32."""
     if dtype == "auto":
         stored = stored or torch.float32
         return machine.decoding_dtype(stored) if device.type == "cpu" else stored
@@ -345,8 +343,9 @@ def _warn_if_slow(target: TransformersTarget) -> None:
 
 
 def _warn_of_text(target: TransformersTarget) -> None:
-    """Warn if generation_config, tokenizer and chat template name different end tokens, and of tokens without an
-    embedding."""
+    """Warn if generation_config, tokenizer and chat template name different end tokens, and about tokens without an
+    embedding.
+    """
     stops, tokenizer = ends_of(target.model), target.tokenizer
     named = getattr(target.model.config.get_text_config(), "eos_token_id", None)
     if named is not None and not target.ends:
@@ -366,7 +365,9 @@ def _warn_of_text(target: TransformersTarget) -> None:
     named_ends = {"tokenizer": tokenizer.eos_token_id, "chat template": None if closing is None else closing.end}
     missing = {place: end for place, end in named_ends.items() if end is not None and end not in stops}
     if missing:
-        others = "; ".join(f"its {place} names the end {names_of([end], tokenizer)}" for place, end in missing.items())
+        others = "; ".join(
+            f"its {place} specifies the end token {names_of([end], tokenizer)}" for place, end in missing.items()
+        )
         log.warning(
             "%s: %s, and its generation_config %s; texts end at %s.  Set target.ends for others", target.spec.name,
             others, names_of(sorted(stops), tokenizer), names_of(sorted(target.ends), tokenizer),

@@ -59,13 +59,13 @@ class TargetSpec:
     base_hash: str | None = None
     """`weights_hash` before Outrider quantised the weights; None if it did not."""
     sizes: LayerSizes | None = None
-    """Of its decoder layers, the defaults for a drafter's; None if unknown."""
+    """Sizes of its decoder layers, the defaults for a drafter's; None if unknown."""
     unused: int | None = None
     """First row of the embedding without a token in the tokenizer; None if all rows have one."""
 
     @property
     def precision(self) -> str:
-        """The quantised type, else the dtype."""
+        """The quantised type if there is one, otherwise the dtype."""
         return self.quantised or self.dtype
 
 
@@ -96,7 +96,7 @@ class Target(decoding.Target, Protocol):
         """Rows [n, H] of the output embedding for these ids [n]; read-only."""
 
     def head_over(self, tokens: Tensor, dtype: torch.dtype) -> nn.Module:
-        """A copy of `head` in this dtype, for these ids [n] only: hidden [..., H] to logits [..., n]."""
+        """A copy of `head` in this dtype, for these ids [n] only: hidden [..., H] → logits [..., n]."""
 
     def copy_to(self, device: torch.device) -> Target:
         """This target with embedding and head copied to another device, for a drafter there."""
@@ -148,5 +148,5 @@ class SkipsLayers(Protocol):
     ) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
         """Yields a function from tokens [R, n], appended to these slots, to logits [R, n, V], computed without `skip`.
 
-        Each call continues from the last.  On exit, also after an error, model and slots are restored.
+        Each call continues from the previous one.  On exit, also after an error, model and slots are restored.
         """

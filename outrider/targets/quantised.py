@@ -1,15 +1,15 @@
-"""Quantised models: linear layers in int8 or in the blocks of GGUF files, and checkpoints that come quantised.
+"""Quantised models: linear layers in int8 or in the blocks of GGUF files, and checkpoints that are already quantised.
 
 q8_0, q4_0 and q4_k round the weights of linear layers to blocks (`kernels.rounding`), which our kernels multiply on a
 CPU in float32.  A target's embedding and output layer become q8_0.
 
-int8 is torchao's weight-only int8, symmetric, with one scale per row of a weight: a quarter of float32's memory.  The
-output is that of the quantised model.  Embedding, norms and output layer are not quantised, since drafters borrow the
-two ends, nor is anything but `nn.Linear`, such as fused experts.  Products run in the dtype of the activations, so a
-pass of many rows differs from single rows by rounding only, as without quantisation.
+int8 is torchao's weight-only int8, symmetric, with one scale per row of a weight; it takes a quarter of float32's
+memory.  The output is that of the quantised model.  Embedding and output layer are not quantised, since drafters borrow
+them, nor are norms or anything other than `nn.Linear`, such as fused experts.  Products run in the dtype of the
+activations, so a pass of many rows differs from single rows only by rounding, as without quantisation.
 
-int8-dynamic, which rounds activations too, is refused.  A token's result does not depend on its neighbours there, but a
-difference of 1e-7 can move a value across a step of 1/127: on the demo target, logits of single steps and of a pass
+int8-dynamic, which also rounds activations, is refused.  There, a token's result does not depend on its neighbours, but
+a difference of 1e-7 can move a value across a step of 1/127: on the demo target, logits of single steps and of a pass
 over the same tokens differ by 0.2, at values of up to 15; those of float32 and int8 differ by 1e-5.
 """
 
@@ -38,15 +38,16 @@ IN_BLOCKS = (QuantizedLinear, QuantizedEmbedding)
 """Modules whose weights are the blocks of a GGUF file."""
 DEQUANTISED = {"compressed-tensors": (), "fp8": (), "mxfp8": (), "mxfp4": ("cpu",)}
 """Methods whose checkpoints are dequantised as they load, on these devices, or on all if none is named.  In their usual
-mode they round activations, and with the first one a pass of several tokens differs from single steps."""
+mode they round activations, and with the first one, a pass of several tokens differs from single steps.
+"""
 ROUNDS_ACTIVATIONS = ("bitnet", "fbgemm_fp8", "fouroversix", "fp8", "fp_quant", "mxfp8", "nvfp4", "bitsandbytes_8bit")
 """Methods that always round activations."""
 
 
 def quantise(model: nn.Module, mode: str, head: nn.Module | None = None, activations: Activations = "float32") -> None:
-    """Quantise the linear layers of `model` in place.  Raises as `check_mode`.
+    """Quantise the linear layers of `model` in place.  Raises the errors of `check_mode`.
 
-    head: a target's output layer; int8 leaves it, blocks make it q8_0, and the embedding too.
+    head: a target's output layer; int8 leaves it unchanged, block types turn it and the embedding into q8_0.
     """
     check_mode(mode)
     chosen = [part for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
@@ -101,7 +102,7 @@ def _in_blocks(model: Any, mode: str, head: Any, activations: Activations) -> No
 
 
 def check_mode(mode: str) -> None:
-    """Raises ConfigError for an unknown mode, TargetError if torchao is needed and missing."""
+    """Raises ConfigError for an unknown mode, TargetError if torchao is needed but missing."""
     if mode == "int8-dynamic":
         raise ConfigError(f"quantize={mode!r} is refused: {_DYNAMIC}; choose 'int8', which rounds only weights")
     if mode not in MODES:
@@ -203,7 +204,7 @@ def values(weight: Tensor) -> Tensor:
 
 
 def plain(module: nn.Module) -> nn.Module:
-    """The module itself, or if any of its weights are quantised a dequantised copy."""
+    """The module itself or, if any of its weights are quantised, a dequantised copy."""
     if not any(map(is_quantised, module.parameters())) and not parts_in_blocks(module):
         return module
     there = copy.deepcopy(module)

@@ -1,6 +1,7 @@
 """Sizes and rotary positions of a model's decoder layers, from its config.
 
-If layers differ, they are those of the last layer with full attention, since a drafter's layers have full attention.
+If layers differ, the sizes are those of the last layer with full attention, since a drafter's layers have full
+attention.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from outrider.targets.protocol import LayerSizes
 
 WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
-"""Names of the MLP's width; without one it is four times the hidden size."""
+"""Names of the MLP's width; if there is none, it is four times the hidden size."""
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 """Names of the epsilon of a norm."""
 OF_THEIR_OWN = ("rope_theta", "partial_rotary_factor", "type")
@@ -26,9 +27,9 @@ OF_THEIR_OWN = ("rope_theta", "partial_rotary_factor", "type")
 
 
 def layer_sizes(config: Any) -> LayerSizes | None:
-    """Sizes of a transformers config's decoder layers; None if it names no heads, as for some recurrent models.
+    """Sizes of a transformers config's decoder layers; None if it has no heads, as for some recurrent models.
 
-    For experts it is the config's `intermediate_size` too.
+    For experts, it is also the config's `intermediate_size`.
     """
     text = config.get_text_config(decoder=True)
     layer = _whole_text_layer(text)
@@ -78,7 +79,7 @@ def _rotation(text: Any) -> tuple[float, dict[str, Any] | None, float]:
         scaling["factor"] = float(scaling["factor"])
     if kind in ("yarn", "llama3") and scaling.get("original_max_position_embeddings") is None:
         scaling["original_max_position_embeddings"] = text.max_position_embeddings  # transformers' default
-    # in proportional scaling it is a fraction of the frequencies, and the whole head is rotated
+    # in proportional scaling it is a fraction of the frequencies, while the whole head is rotated
     share = 1.0 if kind == "proportional" else rope.get("partial_rotary_factor", 1.0)
     return float(rope.get("rope_theta", 10_000.0)), None if kind == "default" else scaling, float(share)
 
@@ -91,7 +92,7 @@ def frequencies(shape: LayerSizes, device: torch.device) -> tuple[Tensor, float]
 
 @functools.cache
 def _frequencies(head_dim: int, share: float, theta: float, scaling: str, device: torch.device) -> tuple[Tensor, float]:
-    # not a buffer: moving the model to bf16 would convert it too, and far positions would get wrong angles
+    # not a buffer: moving the model to bf16 would also convert it, and distant positions would get wrong angles
     parameters = json.loads(scaling)
     rotated = int(head_dim * share)
     if parameters is None:

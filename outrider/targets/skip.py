@@ -1,11 +1,11 @@
 """Runs a model without some of its sublayers: stand-ins run in place of their modules.
 
-They run only in the thread that skips these sublayers; passes of other threads, `model.generate` included, run the
+They run only in the thread that skips these sublayers; passes in other threads, including `model.generate`, run the
 modules themselves.
 
 In a decoder layer, the child that writes to the cache is the attention, and the only other child with weight matrices
 is the MLP.  A skipped attention adds nothing and writes no keys; a layer with both skipped returns its input.  A family
-is refused if a layer without both is not the identity, since its sublayers then don't add to a residual stream.
+is refused if a layer without both is not the identity, since then its sublayers don't add to a residual stream.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ _LOCK = threading.Lock()
 _users: Counter[nn.Module] = Counter()
 """Modules whose calls are looked up in `_stand_ins`, with the number of open contexts."""
 _previous: dict[nn.Module, Any] = {}
-"""The instance attribute `forward` of each before; None if it had none."""
+"""The previous instance attribute `forward` of each; None if it had none."""
 
 
 def _answer(module: nn.Module, forward: StandIn, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ def _answering(shape: Shape, answer: Callable[[Tensor], Tensor]) -> StandIn:
 
 
 def learn_sublayers(target: Any) -> Sublayers:
-    """Find the sublayers by watching one pass, and test the model without them.  target: a TransformersTarget.
+    """Find the sublayers by observing one pass, and test the model without them.  target: a TransformersTarget.
 
     Raises TargetError if none can be skipped: because of a recurrent state, sublayers that can't be identified, or a
     layer that is not the identity without them.
@@ -141,7 +141,7 @@ def _refused(target: Any, reason: str) -> TargetError:
 
 @torch.inference_mode()
 def _watched(target: Any) -> Sublayers:
-    """The attention and MLP of each layer, as far as one pass of one token identifies them."""
+    """The attention and MLP of each layer, as far as a one-token pass identifies them."""
     returned: dict[nn.Module, Any] = {}
     running: list[nn.Module] = []
     writers: set[nn.Module] = set()
@@ -221,7 +221,7 @@ def _try(target: Any, sublayers: Sublayers) -> None:
 
 
 def require_skipping(target: Target) -> SkipsLayers:
-    """The target, if it can skip layers and verify drafts; else raises DrafterError."""
+    """The target, if it can skip layers and verify drafts; otherwise raises DrafterError."""
     if not isinstance(target, SkipsLayers):
         raise DrafterError(
             f"layer_skip needs a target that can run without some sublayers, and {target.spec.name} can't; choose "

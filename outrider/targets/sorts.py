@@ -20,5 +20,5 @@ def special(name: str) -> tuple[ModuleType, Any] | None:
     described = ((sort, sort.described(name)) for sort in sorts if "described" in vars(sort))
     try:
         return next((each for each in described if each[1] is not None), None)
-    except OSError:  # no file can have this name, which whoever reads it says
+    except OSError:  # no file can have this name; whoever reads it reports that
         return None

@@ -37,20 +37,21 @@ class Config(Base):
         "read_ahead": "store the features to have them prefetched (prepare.features: cached)"
     }
     steps: PositiveInt | None = 10_000
-    """Training steps, each of `accumulate` times `batch` texts.  If raised after a run has ended, training resumes from
-    its checkpoint; see docs/training.md."""
+    """Training steps, each of `accumulate` times `batch` texts.  If you raise this after a run has ended, training
+    resumes from its checkpoint; see docs/training.md.
+    """
     epochs: PositiveFloat | None = None
     """Passes over the answers, instead of `steps`."""
     lr: PositiveFloat = 6e-4
     """Peak learning rate, after the warm-up."""
     optimizer: Kind = "adamw"
-    """adamw, or muon for the inner matrices and adamw for the rest; muon needs fewer steps for small models."""
+    """adamw, or muon for the inner matrices and adamw for the rest; with muon, small models need fewer steps."""
     warmup: NonNegativeFloat = 0.04
     """Share of the steps over which the learning rate rises; it then falls to 0 along a cosine."""
     batch: PositiveInt = 8
     """Texts per batch."""
     accumulate: PositiveInt = 1
-    """Batches per step, with gradients added up, for steps of more texts than fit into memory at once."""
+    """Batches per step, whose gradients are accumulated: for steps with more texts than fit into memory at once."""
     tokens: PositiveInt | None = None
     """Maximum number of tokens in memory at once, padding included: the texts of a step (`batch` times `accumulate`)
     are packed into batches of at most this size, with the same result.  By default, the texts of a batch are padded to
@@ -65,7 +66,7 @@ class Config(Base):
     position: Annotated[dict[str, float], AfterValidator(rows.check)] = Field(default={})
     """Weights by depth that replace the method's own: {exp: g}, {power: b} or {dpace: floor}."""
     select: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the rows that train: those whose loss exceeds the reference's most (AdaSPEC; the paper uses 0.4)."""
+    """Share of the rows to train on: those whose loss exceeds the reference's most (AdaSPEC; the paper uses 0.4)."""
     reference: str | None = None
     """Checkpoint that `select` compares with: a drafter of the same kind, trained on all rows."""
     weight_decay: NonNegativeFloat = 0.0
@@ -73,8 +74,8 @@ class Config(Base):
     clip: PositiveFloat = 1.0
     """Maximum gradient norm."""
     skip: NonNegativeInt = 3
-    """Maximum number of consecutive bad steps, such as with a loss or gradient that is not finite; they are skipped.
-    After one more, training restores the last checkpoint's weights, once; 0 ends training at the first bad step."""
+    """Maximum number of consecutive bad steps (such as with a loss or gradient that is not finite); they are skipped.
+    After one more, training restores the last checkpoint's weights once; 0 ends training at the first bad step."""
     spike: NonNegativeFloat = 10.0
     """A step is also bad if its loss exceeds this many times the median of the last 32 steps; 0 accepts every finite
     loss."""
@@ -90,11 +91,11 @@ class Config(Base):
     N-th position, and every attention exchanges positions for heads.  It must divide the number of processes and the
     drafter's kv_heads.  For dflash and dspark."""
     target_processes: NonNegativeInt = 0
-    """Number of processes, the last ones, that only run the target and send its states to the others, one batch ahead;
-    the others do not load its layers.  0: each process runs the target itself.  For `outrider train` with live features
-    and ddp."""
+    """Number of processes (the last ones) that only run the target and send its states to the others, one batch ahead;
+    the others do not load its layers.  0: each process runs the target itself.  Only for `outrider train` with live
+    features and ddp."""
     seed: int = 0
-    """Seed of initial weights, order of texts and random draws."""
+    """Seed of the initial weights, the order of texts and all random numbers."""
     save_every: PositiveInt = 500
     """Steps between checkpoints."""
     keep: NonNegativeInt = 2
@@ -107,8 +108,9 @@ class Config(Base):
     log_every: PositiveInt = 20
     """Steps between rows of metrics.jsonl."""
     track: Annotated[list[str], AfterValidator(trackers.known)] = Field(default=[])
-    """Trackers that also get the metrics: tensorboard, wandb, trackio; each needs accelerate and the package of its
-    name."""
+    """Trackers that also receive the metrics: tensorboard, wandb, trackio; each needs accelerate and the package of the
+    same name.
+    """
     held_out: NonNegativeInt = 32
     """Answers excluded from training, at most one in 16; acceptance is measured on them at the end, as a reference for
     serving."""
@@ -147,7 +149,7 @@ class Config(Base):
     def _readers_need_whole_weights(self) -> Config:
         if self.target_processes and self.distributed != "ddp":
             raise ConfigError(
-                f"train.target_processes {self.target_processes} does not go with train.distributed: "
+                f"train.target_processes {self.target_processes} is incompatible with train.distributed: "
                 f"{self.distributed}; set ddp, or leave one out"
             )
         return self

@@ -24,7 +24,7 @@ from outrider.training.step import chunk_size, first_of
 
 log = logging.getLogger(__name__)
 REMEMBERED, FEWEST = 32, 8
-"""Number of recent good losses that spikes are measured against; with fewer than FEWEST no spike is detected."""
+"""Number of recent good losses that spikes are compared with; with fewer than FEWEST, no spike is detected."""
 
 
 class Held:
@@ -45,7 +45,7 @@ class Held:
         self.lr = lr
 
     def take(self) -> None:
-        """Take the pending step."""
+        """Apply the pending step."""
         assert self.lr is not None
         self.optimizer.step(self.lr)
 
@@ -66,9 +66,9 @@ class Guard:
         """Passed to `step.optimise` in place of the optimiser."""
 
     def meet(self, figures: dict[str, Any], facts: dict[str, Any], batch: Callable[[], Iterator[Batch]]) -> None:
-        """Judge a step of the training that these facts describe: take it, or store in `figures` why it is `bad`.
+        """Judge a step of the training run described by these facts: apply it, or store in `figures` why it is `bad`.
 
-        batch: gives the step's batches again, to find where it went wrong.
+        batch: returns the step's batches again, to find where it went wrong.
         Raises TrainingError after too many bad steps.
         """
         if "bad" in figures:
@@ -89,9 +89,9 @@ class Guard:
             log.warning("%s; the step is skipped", problem)
         elif most and "restored" not in facts and self._restore():
             facts["restored"], facts["skipped"] = facts["step"], 0
-            log.warning("%s, and %d before it; the weights of the last checkpoint are taken again", problem, most)
+            log.warning("%s, and so were %d before it; the weights of the last checkpoint are restored", problem, most)
         else:
-            rate = f"lower train.lr (now {facts['config']['lr']}) or look at that tensor"
+            rate = f"lower train.lr (now {facts['config']['lr']}) or inspect that tensor"
             raise TrainingError(f"{problem}. The last checkpoint is intact; {rate}")
 
     def _spike(self, loss: float, before: list[float]) -> str | None:
@@ -110,10 +110,10 @@ class Guard:
         )
 
     def _blame(self, batch: Callable[[], Iterator[Batch]]) -> str:
-        """A note on the first module that turns finite values into values that are not; empty if there is none."""
+        """A note on the first module that turns finite values into non-finite ones; empty if there is none."""
         is_split = self.config.distributed == "fsdp" or self.config.sequence_parallel > 1
         if is_split and self.processes.count > 1:
-            return ""  # a pass needs all processes, and the others may see nothing wrong
+            return ""  # a pass needs all processes, but the others may have seen nothing wrong
         after = torch.get_rng_state()
         torch.set_rng_state(self.held.noise)
         try:

@@ -5,9 +5,9 @@ distribution, q the draft's, alpha = sum(min(p, q)) the expected acceptance, TV 
 bf16 loses mass.
 
 A draft over a reduced vocabulary has logits of -inf for all other tokens.  p is never renormalised: its mass on them is
-lost acceptance, and counts.  Forward KL, which would be infinite, is then sum p log(p / q) - sum p + 1 over the tokens
-that can be drafted: the generalised divergence of the two measures, which is plain KL if all tokens can be drafted.
-Such a row is weighted by p's mass on those tokens.
+lost acceptance and counts as such.  Forward KL, which would be infinite, is then sum p log(p / q) - sum p + 1 over the
+tokens that can be drafted: the generalised divergence of the two measures, which is plain KL if all tokens can be
+drafted.  Such a row is weighted by p's mass on those tokens.
 """
 
 import math
@@ -66,8 +66,8 @@ def lk_lambda(draft: Tensor, target: Tensor, labels: Tensor, near: float = 0.0) 
     """w KL + (1 - w) TV with w = exp(-near): KL at low overlap, TV at high overlap.  (arXiv 2602.23881, with
     SpecForge's rate of 1.)
 
-    near: mean overlap of draft and target over all rows, as last measured.  With one w per row, KL's large gradients
-    would go to rows that can't be learnt.
+    near: mean overlap of draft and target over all rows, as last measured.  With a separate w per row, KL's large
+    gradients would go to rows that can't be learnt.
     """
     p, q = _logs(draft, target)  # once for both
     weight = math.exp(-near)

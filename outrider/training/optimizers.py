@@ -14,8 +14,9 @@ Kind = Literal["adamw", "muon"]
 
 
 ADAMW_ONLY = frozenset({"lm_head", "queries", "level", "rank_head", "ngram_table"})
-"""Names of matrices that Muon must not optimise: heads over a reduced vocabulary or over classes, learnt rows, and
-lookup tables."""
+"""Names of matrices that Muon must not optimise: heads over a reduced vocabulary or over classes, learnt embeddings,
+and lookup tables.
+"""
 
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -32,7 +33,7 @@ class Muon(torch.optim.Optimizer):
         self, weights: Sequence[Tensor], weight_decay: float, dtype: torch.dtype, layout: Weights,
         momentum: float = 0.95,
     ):  # fmt: skip
-        """layout: how weights are distributed over processes; every process iterates on the whole of each matrix."""
+        """layout: how weights are distributed over processes; every process iterates on each whole matrix."""
         super().__init__(weights, {"lr": 1e-3, "weight_decay": weight_decay, "momentum": momentum})
         self.layout = layout
         self.dtype = dtype
@@ -77,7 +78,7 @@ class Optimizers:
         self, model: nn.Module, kind: Kind, vocabulary: int, weight_decay: float, dtype: torch.dtype = torch.float32,
         layout: Weights | None = None,
     ):  # fmt: skip
-        """layout: how the model is distributed over processes; by default it is whole in one."""
+        """layout: how the model is distributed over processes; by default, one process has all of it."""
         weights = dict(model.named_parameters())
         inner = [w for name, w in weights.items() if kind == "muon" and _is_inner(name, w, vocabulary)]
         taken = set(map(id, inner))
@@ -116,8 +117,8 @@ def pack(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Optimiser moments by parameter name, and torch's random state.
 
-    layout: how they are distributed over processes; by default whole in one.  is_first: if False, the moments are left
-    out, in a process that only contributes its part.
+    layout: how they are distributed over processes; by default, one process has all of them.  is_first: if False, the
+    moments are left out, in a process that only contributes its part.
     """
     layout, prepacked = layout or Whole(), {"rng": torch.get_rng_state()}
     for name, parameter in model.named_parameters():

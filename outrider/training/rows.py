@@ -1,7 +1,7 @@
 """Weights of rows: by depth, and by selecting the rows worth learning.
 
-A drafted token matters only if all tokens before it are accepted, so deeper rows weigh less.  A small drafter gains
-more from rows that it can still learn.  Both work on the rows of any method.  M rows of a batch, m of one chunk.
+A drafted token matters only if all tokens before it are accepted, so deeper rows get less weight.  A small drafter
+gains more from rows that it can still learn.  Both work for the rows of any method.  M rows of a batch, m of one chunk.
 """
 
 import math
@@ -53,7 +53,7 @@ WEIGHINGS: dict[str, Weighing] = {f.__name__: f for f in (exp, power, dpace)}
 
 
 def check(position: dict[str, float]) -> dict[str, float]:
-    """Validate a position weight: at most one, with its number.  Raises ConfigError with the nearest name."""
+    """Validate a position weight: at most one name with its number.  Raises ConfigError with the nearest name."""
     for name, number in position.items():
         if name not in WEIGHINGS:
             raise ConfigError(f"unknown position weight {name!r}{nearest(name, WEIGHINGS)}")
@@ -90,14 +90,14 @@ def most_learnable(
 ) -> Tensor:  # fmt: skip
     """[M] bool: the `share` of learnt rows whose loss exceeds the reference's most.  (AdaSPEC, arXiv 2510.19779.)
 
-    The reference is a drafter of the same kind and size, distilled on all rows.  Where it does better, this one can
-    still learn; where both fail, perhaps not.  Rows tied with the last selected one are selected too.
-    size: rows per chunk.  together: gathers the gains of all processes from those of this one.
-    Raises ConfigError if the two models predict different rows.
+    The reference is a drafter of the same kind and size, distilled on all rows.  Where the reference does better, this
+    drafter can still learn; where both fail, perhaps not.  Rows tied with the last selected one are selected as well.
+    size: rows per chunk.  together: gathers the gains of all processes from those of this one.  Raises ConfigError if
+    the two models predict different rows.
     """
     if not torch.equal(rows.labels, reference.labels) or not torch.equal(rows.depth, reference.depth):
         raise ConfigError(
-            "train.reference predicts other rows than the drafter; use one with the same kind, block and anchors"
+            "train.reference predicts rows other than the drafter's; use one with the same kind, block and anchors"
         )
     mine, theirs = (
         torch.cat([loss(draft, target, each.labels[part]) for draft, target, part in each.chunks(size)])

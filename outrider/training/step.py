@@ -26,19 +26,22 @@ from outrider.training.optimizers import Optimizers
 from outrider.training.progress.throughput import BACKWARD, StepFlops
 
 CHUNK_ELEMENTS = {"cpu": 2**20}
-"""Logits that exist at once, by device.  On a CPU 4 MiB in float32, and the same for the target's logits and for
-gradients, stay in cache.  Elsewhere 2**26 (256 MiB): with fewer rows a GPU spends its time reading the output layer."""
+"""Number of logits that exist at once, by device.  On a CPU 4 MiB in float32, and the same for the target's logits and
+for
+gradients, stay in cache.  Elsewhere 2**26 (256 MiB): with fewer rows, a GPU would spend its time reading the output
+layer."""
 
 CACHED_ELEMENTS = 2**18
 """Logits per loss computation on a CPU: 1 MiB in float32, so that intermediate results stay in cache."""
 
 CHUNK_ROWS = 64
-"""Minimum number of rows per chunk.  A vocabulary of 150,000 would leave a CPU 13 rows, and every chunk would wait for
-the output layer's weights."""
+"""Minimum number of rows per chunk.  With a vocabulary of 150,000 a CPU would process 13 rows at a time, and every
+chunk would wait for the output layer's weights.
+"""
 
 
 class Joined(NamedTuple):
-    """Step at which a training left the curve of its former number of steps, and its share of the peak rate there."""
+    """Step at which training left the curve of its previous number of steps, and the share of the peak rate there."""
 
     step: int
     rate: float
@@ -55,7 +58,8 @@ class Sums:
     def __init__(self) -> None:
         self.first: Tensor | None = None
         self.weight: Tensor | None = None
-        """`first`: divisor of every batch's loss: the weight of the first batch's rows in one process, 1 in several.
+        """`first`: divisor of every batch's loss: with one process the weight of the first batch's rows, with several
+        1.
         `weight`: total weight of the rows so far.  Both on the device."""
         self.terms: dict[str, Tensor] = {}
         """The loss and its terms: weighted sums, not yet divided.  Also on the device, which is read once per step."""
@@ -117,11 +121,11 @@ def optimise(
 ) -> dict[str, Any]:  # fmt: skip
     """One optimiser step over these batches, processed one after the other as if they were one.
 
-    processes: each has different rows of the same batches; all learn from all rows and return the same figures.
+    processes: each has different rows of the same batches; all of them learn from all rows and return the same figures.
 
     Returns the loss, its terms and, if counted, expected acceptance by depth.  If the loss or the gradient is not
-    finite, returns `bad` and does not step.
-    near: mean overlap of draft and target, as last measured.  flops: receives those of the step.
+    finite, returns `bad` and takes no step.  near: mean overlap of draft and target, as last measured.  flops: receives
+    those of the step.
     """
     counted = (lambda times: nullcontext()) if flops is None else flops.of
     lr = config.lr * rate(step, config, joined)
@@ -165,7 +169,7 @@ def select(
     predictions: Predictions, reference: DraftModel, batch: Batch, config: Config, noise: Tensor, near: float = 0.0,
     processes: Processes = ALONE,
 ) -> Tensor:  # fmt: skip
-    """[M] bool, the rows that train.  noise: the random state before the rows were drawn, so that the reference draws
+    """[M] bool, the rows to train on. noise: the random state before the rows were drawn, so that the reference draws
     the same ones."""
     after = torch.get_rng_state()
     torch.set_rng_state(noise)
@@ -187,7 +191,7 @@ def accumulate(
     """Back-propagate every chunk's loss to its rows.  Returns the sums of the loss over all rows and, if counted,
     of its terms and of acceptance by depth.  If not counted, nothing is read from the device.
 
-    chosen [M] bool: the rows that train; acceptance is counted over all learnt rows.
+    chosen [M] bool: the rows to train on; acceptance is counted over all learnt rows.
     sums: of the step's earlier batches; this batch is added, and the same object is returned.
     processes: each has different rows of the batch; with several, the loss is divided later, over all of them.
     """
@@ -225,7 +229,13 @@ def accumulate(
             depth = predictions.depth[part].cpu()[is_own]
             shares.index_add_(0, depth, share[is_own])
             rows_at.index_add_(0, depth, torch.ones(len(depth)))
-        del draft, target, gradient, extra, learning  # or the next chunk's logits would be allocated beside these
+        del (
+            draft,
+            target,
+            gradient,
+            extra,
+            learning,
+        )  # otherwise the next chunk's logits would be allocated in addition to these
     sums.add(local_total, terms_at, shares, rows_at)
     return sums
 
@@ -265,7 +275,7 @@ def _weighted(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> dict
     """The method's own terms times their weights in `train.extra`.  Raises ConfigError for an unknown term."""
     unknown = sorted(weights.keys() - terms.keys())
     if unknown:
-        end = nearest(unknown[0], terms) if terms else "; it has none at all, leave out train.extra"
+        end = nearest(unknown[0], terms) if terms else "; it has none, so leave out train.extra"
         raise ConfigError(f"train.extra: this draft model has no extra loss {unknown[0]!r}{end}")
     return {name: weights.get(name, 1.0) * term for name, term in terms.items()}
 
@@ -295,7 +305,8 @@ NONE = "none of inputs, weights and gradients: the loss itself overflowed"
 
 def first_bad(model: DraftModel, batch: Batch, layout: Weights | None = None) -> str:
     """The first tensor that holds a NaN or an infinity, in the order inputs, weights, gradients.  layout: how the model
-    is distributed over processes; by default it is whole in one."""
+    is distributed over processes; by default, one process has all of it.
+    """
     local = (layout or Whole()).local
     inputs = [("batch.taps", batch.taps), ("batch.hidden", batch.hidden)]
     weights = [(f"weight {name}", weight) for name, weight in model.named_parameters()]

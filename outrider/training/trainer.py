@@ -1,4 +1,6 @@
-"""The training loop: read features, step, save.  On a CPU, N steps, a stop and N more equal 2N steps bit for bit."""
+"""The training loop: read features, step, save.  On a CPU, N steps, a restart and N more steps equal 2N steps bit for
+bit.
+"""
 
 import logging
 import math
@@ -45,7 +47,9 @@ def with_steps(config: Config, source: FeatureSource) -> Config:
 
 
 def with_dtype(config: Config, folder: str | Path, device: torch.device) -> Config:
-    """`config` with `auto` resolved: the dtype of the checkpoint in `folder`, else the fastest on the device."""
+    """`config` with `auto` resolved: the dtype of the checkpoint in `folder` if there is one, otherwise the fastest on
+    the device.
+    """
     if config.dtype != "auto":
         return config
     place = Path(folder) / "checkpoint"
@@ -61,13 +65,13 @@ def train(
     track: Sequence[Tracker] = (), processes: Processes = ALONE,
 ) -> Path:  # fmt: skip
     """Train `model` to `config.steps`, resuming from an existing checkpoint.  Returns the folder of the best checkpoint
-    if `config.probe_every` is set, else of the newest.
+    if `config.probe_every` is set, otherwise of the newest.
 
     If the checkpoint was trained with other `steps` or `epochs`, the learning rate joins the new curve; see
     `step.Joined`.
     folder: receives `checkpoint/`, `checkpoints/` and `metrics.jsonl`.  probe: measures the model at the end and every
     `config.probe_every` steps; its results go to the metrics.
-    reference: the loaded model of `config.reference`.  origin: the trained drafter that `model` has its weights from;
+    reference: the loaded model of `config.reference`.  origin: the trained drafter that `model` got its weights from;
     without one, `DraftModel.begin` initialises the model.
     force: resume even if settings differ from those of the checkpoint.
     track: trackers that receive the metrics, besides those in `config.track`.
@@ -106,7 +110,7 @@ def train(
                 if on_step is not None:
                     on_step(loop.step, figures)
                 if loop.step == config.last_step:
-                    processes.gather(None)  # no step is left in which to learn of a stop requested meanwhile
+                    processes.gather(None)  # no step is left in which to notice a stop requested meanwhile
                 stops = asked_to_stop()
                 loop.save(stops or probes.is_due(loop.step))
                 if stops:
@@ -117,7 +121,7 @@ def train(
 
 
 class _Loop:
-    """The state of a training between steps."""
+    """The state of a training run between steps."""
 
     optimizer: Optimizers
     guard: Guard
@@ -142,11 +146,11 @@ class _Loop:
 
     @property
     def seconds(self) -> float:
-        """Duration of the training, including time before a resume."""
+        """Duration of the training run, including time before it was resumed."""
         return self._before + time.monotonic() - self._began
 
     def begin(self, origin: str | None, force: bool) -> None:
-        """Load weights and moments from the checkpoint if there is one, else initialise them."""
+        """Load weights and moments from the checkpoint if there is one; otherwise initialise them."""
         model, config, facts, layout = self.model, self.config, self.facts, self.processes.weights
         if origin is not None:  # its training texts are unknown
             facts |= {"from": origin, "ngram_hashes": [None]}
@@ -187,7 +191,7 @@ class _Loop:
         return figures
 
     def save(self, is_asked: bool) -> None:
-        """Write a checkpoint if requested or due.  If it is due, the previous one is kept too."""
+        """Write a checkpoint if requested or due.  If it is due, the previous one is kept as well."""
         is_due = self.step % self.config.save_every == 0 or self.step == self.config.steps
         if not (is_asked or is_due):
             return
@@ -211,7 +215,7 @@ class _Batches:
             yield batch
 
     def again(self) -> Iterator[Batch]:
-        """The same batches again, uncounted."""
+        """The same batches again, without counting them."""
         return map(self.source.batch, self.numbers) if self.budget is None else self.source.packed(self.numbers)
 
 
@@ -225,7 +229,7 @@ def check_shared(model: DraftModel, config: Config, processes: int) -> None:
     if config.batch < by_rows:
         raise ConfigError(
             f"train.batch {config.batch} is less than the {by_rows} processes that share its rows; set at least "
-            f"{by_rows} (with a lower train.accumulate a step learns from as many texts), or start fewer processes"
+            f"{by_rows} (lower train.accumulate to keep the number of texts per step), or start fewer processes"
         )
     if by_rows > 1 and not model.rows_are_independent:
         raise ConfigError(
@@ -244,12 +248,12 @@ def _check(model: DraftModel, config: Config, folder: Path, reference: DraftMode
         ) from error
     if config.recompute and not recompute(model, True):
         raise ConfigError(
-            f"train.recompute computes decoder layers of the draft model again, and drafter {model.config.kind!r} has "
+            f"train.recompute recomputes decoder layers of the draft model, but drafter {model.config.kind!r} has "
             "none of its own; leave it out, and set a lower train.tokens to save memory"
         )
     if config.select < 1 and reference is None:
         raise ConfigError(
-            f"train.select {config.select} needs the reference {config.reference}; give its loaded model as `reference`"
+            f"train.select {config.select} needs the reference {config.reference}; pass its loaded model as `reference`"
         )
     if reference is not None and (reference.config.kind, reference.taps) != (model.config.kind, model.taps):
         model_text, other = (f"a {each.config.kind} with taps {each.taps}" for each in (model, reference))
@@ -258,7 +262,7 @@ def _check(model: DraftModel, config: Config, folder: Path, reference: DraftMode
         )
     slow = machine.slow_type(config.dtype, machine.TRAINING) if model.target.device.type == "cpu" else None
     if slow is not None:
-        log.warning("train.dtype=%s: %s; train.dtype=auto takes that one", config.dtype, slow)
+        log.warning("train.dtype=%s: %s; train.dtype=auto chooses that one", config.dtype, slow)
 
 
 def _save(
@@ -325,9 +329,9 @@ def _metrics(
 def _finish_the_step(processes: Processes) -> Iterator[Callable[[], bool]]:
     """Ctrl-C, or a scheduler's SIGTERM, requests a stop after the current step; a second signal stops immediately.
 
-    With several processes, all stop if one got a signal; a signal that arrives after a step's gradients were summed
-    takes effect after the next step.  A second signal is then ignored, since the launcher forwards signals that every
-    process has already received.
+    With several processes, all stop if one receives a signal; a signal that arrives after a step's gradients were
+    summed takes effect after the next step.  A second signal is then ignored, since the launcher forwards signals that
+    every process has already received.
     """
     requests: list[bool] = []
 
@@ -337,7 +341,7 @@ def _finish_the_step(processes: Processes) -> Iterator[Callable[[], bool]]:
         requests.append(True)
 
     before: dict[int, Any] = {}
-    with suppress(ValueError):  # not the main thread, which gets no signals
+    with suppress(ValueError):  # not in the main thread, so no signals arrive
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, ask)
     try:

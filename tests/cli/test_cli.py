@@ -137,7 +137,7 @@ def test_a_second_run_repeats_nothing(made: Path, outrider: Outrider, monkeypatc
     assert done.code == 0, done.err
     assert "2 prompts were measured before" in done.out
     assert state() == before
-    assert "6 prompts from" in done.out and "6 answered before" in done.out
+    assert "6 prompts from" in done.out and "6 already answered" in done.out
     monkeypatch.setattr(measure, "measure", lambda *_, **__: pytest.fail("measured first"))
     done = outrider("evaluate", "tiny.yaml", "--json", "nowhere/found.json")
     assert (done.code, "can't write nowhere/found.json" in done.said) == (1, True)
@@ -170,7 +170,7 @@ def test_the_stages_one_by_one_are_the_run(made, folder, outrider, tmp_path, mon
         assert done.code == 130 and "Traceback" not in done.err
         assert "stopped; rerun the same command to resume" in done.said
         done = outrider(verb, "tiny.yaml")
-        assert done.code == 0 and ("2 answered before" in done.out) == (verb == "prepare")
+        assert done.code == 0 and ("2 already answered" in done.out) == (verb == "prepare")
         assert (tmp_path / "runs/tiny/checkpoint").exists() == (verb == "train")
     assert steps == [0, 1, 2, 3] and not (tmp_path / "runs/tiny/report.json").exists()
     done = outrider("evaluate", "tiny.yaml", "evaluate.prompts=1", "--json", "found.json")

@@ -38,7 +38,7 @@ def test_samples_show_what_trains(folder: Path, tmp_path: Path, capsys: pytest.C
     assert "«답 0<|end|>»" in shown and "«답 1<|end|>»" in shown and "답 2" not in shown
     assert "<|user|>질문 0<|end|>" in shown and "k0: " in shown
     assert outrider_with("prepare", "tiny.yaml", "--look", "1") == 0
-    assert "the target's answer will follow" in capsys.readouterr().out
+    assert "the target's answer follows here" in capsys.readouterr().out
     assert tree(tmp_path) == before
     assert outrider_with("prepare", "tiny.yaml") == 0
     capsys.readouterr()

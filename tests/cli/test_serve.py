@@ -65,7 +65,7 @@ def test_a_server_says_what_it_is_and_drains(folder: Path, tmp_path: Path, monke
         ends = [c["finish_reason"] for line in rest[:-1] for c in json.loads(line)["choices"] if c["finish_reason"]]
         assert rest[-1] == "[DONE]" and ends == ["length"] * 4
         process.join(20)
-        assert process.exitcode == 0 and "stopped; all requests that ran have ended" in log.read_text()
+        assert process.exitcode == 0 and "stopped; all running requests have finished" in log.read_text()
         assert asked["prompt"] in requests.read_text()
     finally:
         process.kill()
@@ -85,7 +85,7 @@ def test_a_file_of_requests_is_answered(tmp_path: Path, folder: Path, capsys: py
     assert [one["response"]["body"]["choices"][0]["text"] for one in found] == [wanted] * 3
     before = to.read_text()
     assert outrider_with(*words) == 0
-    assert "3 answered before" in capsys.readouterr().out
+    assert "3 already answered" in capsys.readouterr().out
     assert to.read_text() == before
 
 

@@ -95,7 +95,7 @@ def test_a_planted_leak_is_found_in_a_moved_checkpoint(trained: Path, answers: P
         assert found.unknown == {} and found.checked == 5
         assert found.counts[source.name]["prompts"] == 4
         assert found.overlaps(ASKED) == {("quiz", prompt.id): prompt.id != "clean" for prompt in PROMPTS}
-        assert found.line().startswith("4 of 5 prompts drawn overlap")
+        assert found.line().startswith("4 of 5 sampled prompts overlap")
         assert "13 words" in found.rule
         assert ids(check({"quiz": [Prompt("reworded", (PARAPHRASE,))]}, [source])) == {"reworded"}
 

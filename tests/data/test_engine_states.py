@@ -117,8 +117,12 @@ def save_states(path: Path, text: Answer, held: Any) -> None:
 @pytest.mark.parametrize(
     ("tokens", "shape", "wrong"),
     [
-        ([9, 9], (2, 3, 4), "holds 2 states of other tokens than text t0"),
-        (None, (5, 3, 4), "holds 5 states of other tokens than text t0, which has 13; start the server without prefix"),
+        ([9, 9], (2, 3, 4), "holds 2 states of tokens other than those of text t0"),
+        (
+            None,
+            (5, 3, 4),
+            "holds 5 states of tokens other than those of text t0, which has 13; start the server without prefix",
+        ),
         (None, (13, 2, 4), r"has states of shape \(13, 2, 4\), expected 3 layers \[1, 3, 4\]; start"),
     ],
 )

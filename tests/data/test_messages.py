@@ -69,7 +69,7 @@ def test_a_call_of_a_tool_has_no_text_and_stays() -> None:
     ("row", "problem"),
     [
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "type 'image_url'"),
-        ({"input_length": 5, "output_length": 3, "timestamp": 0}, "lengths and no texts"),
+        ({"input_length": 5, "output_length": 3, "timestamp": 0}, "lengths but no texts"),
         ({"body": {"messages": [{"role": "user", "content": {"hidden": "ab", "characters": 3}}]}}, "is redacted"),
         ({"custom_id": "a", "response": {"status_code": 200}}, "does not have the prompts"),
         ({"request": {"prompt": ["a", "b"]}}, "messages must be a list, or its prompt a text"),

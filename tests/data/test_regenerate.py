@@ -131,7 +131,9 @@ def test_a_full_disk_keeps_what_is_written(talker: TransformersTarget, whole: di
     """Catches a traceback, or a half line that spoils the answers before it."""
     with (
         room_of(40_000),  # the ledger is a file, too
-        pytest.raises(DataError, match=r"can't write answers to .*the answers so far are kept; make room and run"),
+        pytest.raises(
+            DataError, match=r"can't write answers to .*the answers so far are kept; free some space and run"
+        ),
     ):
         answer_all(talker, tmp_path)
     known = there(tmp_path, asked())
@@ -174,7 +176,7 @@ def test_answers_of_other_settings_are_not_mixed(change, talker, tmp_path) -> No
     """Catches a folder whose texts follow two distributions."""
     answer_all(talker, tmp_path, asked(2))
     before = (tmp_path / ANSWERS).read_bytes()
-    with pytest.raises(DataError, match=r"holds answers made with another config; name another prepare.folder, or"):
+    with pytest.raises(DataError, match=r"contains answers made with another config; name another prepare.folder, or"):
         answer_all(talker, tmp_path, **change)
     assert (tmp_path / ANSWERS).read_bytes() == before
 

@@ -194,7 +194,7 @@ def test_a_server_that_refuses_token_ids_is_asked_by_chat(talker: TransformersTa
 def test_a_full_disk_on_servers_keeps_what_is_written(talker, whole, tmp_path) -> None:
     """Catches an answer that the ledger has and the file does not, and an error that a worker swallows."""
     with serving(talker) as stub:
-        with room_of(40_000), pytest.raises(DataError, match=r"can't write answers to .*make room and run again"):
+        with room_of(40_000), pytest.raises(DataError, match=r"can't write answers to .*free some space and run again"):
             ask(talker, tmp_path, stub, in_flight=1)
         assert 0 < len(read_answers(tmp_path / ANSWERS)) < 8
         assert by_id(ask(talker, tmp_path, stub)) == whole

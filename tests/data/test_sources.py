@@ -117,7 +117,7 @@ def test_lengths_are_limits(tmp_path: Path) -> None:
     found = select(Config(conversations=str(path), min_characters=3, max_characters=9))
     assert texts_of(found) == ["abc", "가" * 9]
     assert found.left_out == {"too short": 1, "too long": 1}
-    with pytest.raises(NothingLeft, match=r"nothing is left of .*4 too short"):
+    with pytest.raises(NothingLeft, match=r"no conversations are left in .*4 too short"):
         select(Config(conversations=str(path), min_characters=99))
 
 

@@ -335,7 +335,7 @@ def test_a_checkpoint_says_whether_its_pairs_help(target, tmp_path) -> None:
 
 def test_settings_that_do_not_fit_are_refused() -> None:
     """Catches siblings that would be left out in silence, and a window that a block does not fit into."""
-    with pytest.raises(ValidationError, match="set nodes for a tree of the pairs"):
+    with pytest.raises(ValidationError, match="set nodes for a tree from the pairs"):
         dflash2.Config(siblings=(1,))
     with pytest.raises(ValidationError, match="window 7 must be above block 7"):
         dflash2.Config(window=7)

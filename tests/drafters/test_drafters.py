@@ -49,7 +49,7 @@ def build(config, target): ...
     [
         ("", "", None),
         ('"class_ngram"', '"klass"', "class_ngram.py: Config.kind must be the file's name, 'class_ngram', got 'klass'"),
-        (' = "class_ngram"', "", "Config.kind must be .*, got none, or one without a default"),
+        (' = "class_ngram"', "", "Config.kind must be .*, got no field, or one without a default"),
         ("def build", "def make", r"has no `build\(config, target\)`; see docs/write-a-drafter.md"),
         ("(Base)", "", "drafters/class_ngram.py has no `Config`, a subclass"),
         ("from typing", "import no_such_package\nfrom typing", r"can't be imported \(ModuleNotFoundError: No module"),

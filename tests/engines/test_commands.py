@@ -186,7 +186,7 @@ def test_known_bad_pairs_are_warned_of(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "eagle3")
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}))
     notes = " ".join(command("vllm", draft_of(folder, str(target)), Wish(tokens=9)).notes)
-    for part in ("guess the layers", "is quantised", "2048 positions", "9 tokens a step are more than its own 4"):
+    for part in ("guess the layers", "is quantised", "2048 positions", "9 tokens per step are more than its own 4"):
         assert part in notes
     assert "guess" not in " ".join(command("vllm", draft_of(folder_of(tmp_path, "peagle"))).notes)
 

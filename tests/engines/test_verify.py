@@ -296,7 +296,9 @@ def test_how_an_engine_misreads_a_sound_folder_is_guessed_from_what_it_kept(targ
         kept.append((seen, {at: common_prefix(draft, seen.tokens[at + 1 :]) for at, draft in drafts.items()}))
     best = causes.guesses(own, kept, 3)
     scores = {guess.what: guess.share for guess in best}
-    assert scores["it norms the context's keys of every layer by the first layer's k_norm"] == 1.0 == best[0].share
+    assert (
+        scores["it normalises the context's keys of every layer with the first layer's k_norm"] == 1.0 == best[0].share
+    )
 
 
 def test_what_a_stage_of_the_engine_says_is_held_against_the_folder(made, texts):
@@ -448,7 +450,9 @@ def test_transformers_is_run_and_keeps_what_we_keep(target, tmp_path):
 def test_an_engine_that_can_not_be_run_says_what_to_name(tmp_path):
     with pytest.raises(ConfigError, match="name the Python of the engine's environment"):
         parity.asked(tmp_path / "nobody", {})
-    with pytest.raises(ConfigError, match="the engine ended with code 1 without an answer; .*.*No module named 'vllm'"):
+    with pytest.raises(
+        ConfigError, match="the engine exited with code 1 without an answer; .*.*No module named 'vllm'"
+    ):
         parity.asked(sys.executable, {"target": "x"})
 
 

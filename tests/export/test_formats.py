@@ -492,6 +492,6 @@ def test_what_reads_back_differently_is_not_kept(target, made, tmp_path, monkeyp
                               for name, w in weights.items()})  # fmt: skip
 
     monkeypatch.setattr(formats.folders, "write", careless)
-    with pytest.raises(ExportError, match="reads back with other weights: backbone.norm.weight"):
+    with pytest.raises(ExportError, match="reads back with different weights: backbone.norm.weight"):
         export_folder(made("deepspec", "dflash"), "deepspec", tmp_path / "there", target)
     assert not list(tmp_path.iterdir())

@@ -160,7 +160,7 @@ REFUSED = {
     "a learnt mask": ("dspark", {**BLOCK, "rank": 8, "mask_token": "learnt"}, "mask is a trained vector"),
     "a gated head": ("dspark", {**BLOCK, "rank": 8, "markov": "gated"}, "no gated Markov head"),
     "the last layer": ("dflash", {**BLOCK, "taps": [0, 3]}, "what comes out of the last layer, 3"),
-    "two taps": ("eagle3", {**LAYER, "taps": [0, 1]}, "reads three layers, and this one reads 2"),
+    "two taps": ("eagle3", {**LAYER, "taps": [0, 1]}, "reads three layers, but this one reads 2"),
     "query norms": ("eagle3", {**LAYER, "taps": [0, 1, 2], "qk_norm": True}, "no norms of queries and keys"),
     "norms of taps": ("eagle3", {**LAYER, "taps": [0, 1, 2], "fc_norm": True}, "no norm of each tap"),
     "the norm fed back": ("eagle3", {**LAYER, "taps": [0, 1, 2], "norm_output": True}, "feeds back"),

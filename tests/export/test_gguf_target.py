@@ -39,7 +39,7 @@ def test_what_reads_back_differently_is_not_kept(bpe, tmp_path, monkeypatch):
 
     monkeypatch.setattr(bpe.model.model.layers[1].input_layernorm.weight, "data", torch.full((32,), 2.0))
     monkeypatch.setattr(model, "reordered", careless)
-    with pytest.raises(ExportError, match=r"reads back with other weights: model.layers.1.input_layernorm"):
+    with pytest.raises(ExportError, match=r"reads back with different weights: model.layers.1.input_layernorm"):
         export_target(bpe, tmp_path / "there")
     assert not list(tmp_path.iterdir())
 

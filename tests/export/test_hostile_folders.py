@@ -159,7 +159,7 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     ),
     "a kind that is a list": ("eagle3", _config(speculators_model_type=["eagle3"]), "matches no drafter of"),
     "a method that is a list": ("dflash", _config(dflash_config__projector_type=["a"]), "matches no drafter of"),
-    "layers in half steps": ("dflash", _config(dflash_config__target_layer_ids=[0.5, 2.2]), "a list of whole numbers"),
+    "layers in half steps": ("dflash", _config(dflash_config__target_layer_ids=[0.5, 2.2]), "a list of integers"),
     "a causal block": ("dflash", _config(dflash_config__causal=True), "causal is true"),
     "layers with a window": ("dflash", _config(dflash_config__use_swa=True), "use_swa is true"),
     "infinite rotation": ("dflash", _config(rope_theta=float("inf"), rope_parameters=None), "must be .*, got inf"),

@@ -66,7 +66,7 @@ MANIFESTS = [
         ({"format": 3}, "format must be a text, got 3"), ({"config": [1]}, "config must be a mapping, got [1]"),
         ({"target": "T"}, "target must be a mapping, got 'T'"),
         ({"target": {"name": 7}}, "target.name must be a text, got 7"), ({"taps": 3}, "taps must be a list"),
-        ({"taps": ["1"]}, "taps must be a list of whole numbers, one per layer, got ['1']"),
+        ({"taps": ["1"]}, "taps must be a list of integers, one per layer, got ['1']"),
         ({"version": 99}, "version 99, but this Outrider reads 1"),
         ({"version": True}, "version True"),
 ]  # fmt: skip
@@ -81,7 +81,7 @@ def test_a_manifest_that_is_none_is_refused_in_a_sentence(tmp_path: Path) -> Non
 
 UNREADABLE = [
         ({"eagle_config": [1]}, "eagle_config must be a mapping, got [1]"),
-        ({"eagle_config": {IDS: "135"}}, f"eagle_config.{IDS} must be a list of whole numbers"),
+        ({"eagle_config": {IDS: "135"}}, f"eagle_config.{IDS} must be a list of integers"),
         ({IDS: [True]}, "[True]"),
         ({"dflash_config": [1], "block_size": 4}, "dflash_config must be a mapping, got [1]"),
         ({"dflash_config": {"mask_token_id": [7]}}, "dflash_config.mask_token_id must be a whole number, got [7]"),

@@ -95,6 +95,6 @@ def test_what_is_written_in_another_type_is_not_kept(target, made, tmp_path, mon
         real(folder, config, {name: w.half() if name == "norm.weight" else w for name, w in weights.items()})
 
     monkeypatch.setattr(formats.folders, "write", careless)
-    with pytest.raises(ExportError, match="reads back with other weights: backbone.norm.weight"):
+    with pytest.raises(ExportError, match="reads back with different weights: backbone.norm.weight"):
         export_folder(checkpoint, "trtllm", tmp_path / "there", target)
     assert not (tmp_path / "there").exists()

@@ -565,7 +565,7 @@ def test_the_command_answers_with_its_exit_code_and_writes_what_was_asked(files:
     assert "PASS" in capsys.readouterr().out
     assert outrider_with("gate", "new.json", "--baseline", "old.json", "--aa", "old.json,old.json", *FILES) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "STOP by speed" in said and "prompts that show a loss" in said
+    assert "STOP by speed" in said and "prompts needed to detect a loss" in said
     assert "STOP by speed" in (files / "gate.md").read_text()
     assert ElementTree.parse(files / "gate.xml").getroot().tag == "testsuites"
     assert json.loads((files / "gate.json").read_text())["verdict"] == "stop"

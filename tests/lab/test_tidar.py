@@ -30,5 +30,5 @@ def test_the_masks_of_a_branch_are_those_of_a_pass_over_its_prefix_alone(target)
 
 def test_a_model_without_a_mask_token_is_refused(target):
     """Catches masks that are a word of the text unasked."""
-    with pytest.raises(DrafterError, match=r"no token that can stand for masks.*drafter\.mask_token"):
+    with pytest.raises(DrafterError, match=r"no token that can serve as mask.*drafter\.mask_token"):
         tidar.build(tidar.Config(), target)

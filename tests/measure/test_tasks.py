@@ -364,7 +364,7 @@ def test_bad_places_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not a folder"):
         load("gsm8k", tmp_path / "none")
     (tmp_path / "gsm8k.json").write_text('{"turns": ["a"]}')
-    with pytest.raises(DataError, match="must hold a list of rows"):
+    with pytest.raises(DataError, match="must contain a list of rows"):
         load("gsm8k", tmp_path)
     (tmp_path / "gsm8k.json").write_text("[" * 100_000)
     with pytest.raises(DataError, match="gsm8k.json is not JSON"):

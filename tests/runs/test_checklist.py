@@ -130,8 +130,8 @@ def test_another_checkpoint_makes_everything_about_the_old_one_out_of_date(run: 
     ("name", "path", "fields", "said"),
     [
         ("tune", "tuned/tune.json", {"pays_to": 0}, "does not pay at any load"),
-        ("parity", "parity.json", {"greedy": {"verdict": "bug"}}, "greedy texts are not the target's own"),
-        ("parity", "parity.json", {"sampled": {"verdict": "different"}}, "sampled texts are not the target's own"),
+        ("parity", "parity.json", {"greedy": {"verdict": "bug"}}, "greedy texts differ from the target's own"),
+        ("parity", "parity.json", {"sampled": {"verdict": "different"}}, "sampled texts differ from the target's own"),
         ("parity", "export/outrider.json", {"verified": {"vllm 0": {"is_equal": False, "causes": ["taps"]}}}, "taps"),
         ("canary", "canary/replay.json", {"endpoints": [{"url": "a", "sent": 9, "answered": 9},
                                                         {"url": "b", "sent": 9, "answered": 8}]}, "b answered 8 of 9"),

@@ -32,7 +32,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"evaluate__tasks": ["held_out.jsonl", "gone.json"]}, "evaluate.tasks: no such file: gone.json"),
     ({"prepare__conversations": "runs/prompts"}, "no such folder: runs/prompts"),
     ({"evaluate__baselines": ["runs/other/checkpoint"]}, "evaluate.baselines: no such folder: runs/other/checkpoint"),
-    ({"evaluate__baselines": [{"kind": "suffix", "corpora": ["mine"]}]}, "there is no corpus 'mine'"),
+    ({"evaluate__baselines": [{"kind": "suffix", "corpora": ["mine"]}]}, "no corpus 'mine'"),
     ({"drafter": {"kind": "small_model", "model": "./gone"}, "train": None}, "drafter.model: no such folder: ./gone"),
     ({"drafter": DRAFTER | {"taps": [1, 40]}}, "taps"),
     ({"target": "models/tiny"}, "target.name: no such folder: models/tiny"),
@@ -88,8 +88,8 @@ def test_a_preview_says_what_will_be_done_and_writes_nothing(written, tmp_path, 
     assert lines["train", "parameters of dspark"] == sum(
         value.numel() for name, value in saved.items() if not name.endswith(("temperatures", "shifts"))
     )
-    assert lines["train", "goes on from step"] == 4
-    assert (lines["prepare", "answered before"], lines["prepare", "tokens to write, at most"]) == (6, 0)
+    assert lines["train", "resumes from step"] == 4
+    assert (lines["prepare", "already answered"], lines["prepare", "tokens to generate, at most"]) == (6, 0)
     capsys.readouterr()
     assert outrider_with("train", "tiny.yaml", "train.steps=8") == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -121,7 +121,7 @@ def test_a_fuller_report_is_not_replaced_unasked(whole, folder, quiz, capsys):
     """Catches hours of measuring that a shorter evaluation overwrites."""
     before = (whole / "report.json").read_bytes()
     fewer = {
-        "4 prompts per task, and this evaluation 2": ("--prompts", "2"),
+        "4 prompts per task, but this evaluation has 2": ("--prompts", "2"),
         "temperature 1": ("--temperatures", "0"),
         "max_new_tokens 10, and this evaluation 8": ("--max-new-tokens", "8"),
         "task quiz": ("--tasks", "stdlib"),

@@ -98,5 +98,5 @@ def test_processes_that_can_not_find_each_other_are_refused(written: Any, monkey
     """Catches two processes that do everything twice, since each is alone."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     for stages in (["prepare"], ["prepare", "train"], None):
-        with pytest.raises(ConfigError, match="WORLD_SIZE says 2 processes, but .* start them by torchrun"):
+        with pytest.raises(ConfigError, match="WORLD_SIZE says 2 processes, but .* start them with torchrun"):
             outrider.run(written(), stages=stages)

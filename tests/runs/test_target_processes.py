@@ -65,10 +65,10 @@ def test_what_readers_can_not_do_is_refused(file: Path) -> None:
     for words, problem in (
         ([], "target_processes 1 needs at least 2 processes, got 1"),
         (["prepare.features=cached"], "has no effect with prepare.features: cached"),
-        (["train.distributed=fsdp"], "does not go with train.distributed: fsdp"),
+        (["train.distributed=fsdp"], "is incompatible with train.distributed: fsdp"),
         (["train.calibrate=2"], "train.calibrate 2 drafts for the target"),
     ):
         with pytest.raises(ConfigError, match=problem):
             outrider.run(file, ["train.target_processes=1", *words], stages=["train"])
-    with pytest.raises(ConfigError, match="is for a training alone"):
+    with pytest.raises(ConfigError, match="works only for training alone"):
         outrider.run(file, ["train.target_processes=1"], stages=["prepare", "train"])

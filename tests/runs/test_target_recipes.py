@@ -112,7 +112,7 @@ def test_hours_on_accelerators_are_computed(tmp_path: Path) -> None:
         for count in (1, 8)
     )
     assert of_one["all of this"] == "computed, not measured"
-    for what in ("time to train, at most", "time of the target to read them, at most"):
+    for what in ("time to train, at most", "time for the target to read them, at most"):
         assert of_one[what] == pytest.approx(8 * of_eight[what])
     small = hardware.place("l4")._replace(accelerator=hardware.find("l4")._replace(memory_bytes=16e9))
     with pytest.raises(ConfigError, match=r"takes 16 GB and 1 l4 have 16; give more --devices"):

@@ -54,7 +54,7 @@ def test_a_run_file_can_be_measured_before_there_are_answers(tmp_path: Path) -> 
     given = [f"prepare.folder={tmp_path / 'answers'}", "prepare.length=48", "train.batch=2", "drafter.anchors=8"]
     lines = stages.plan("recipes/demo.yaml", given, stages=["prepare", "train"], measure=True)
     found = {line.what: line.value for line in lines}
-    assert found["fits here"] == "train.tokens=96, 1 batches a step"
+    assert found["fits here"] == "train.tokens=96, 1 batches per step"
     assert float(found["measured: a step, without the target's passes"]) > 0
 
 

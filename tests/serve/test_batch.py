@@ -109,6 +109,6 @@ def test_files_that_can_not_be_used_are_refused(tmp_path):
         batch.check(given, tmp_path / "none" / "out.jsonl")
     other = tmp_path / "notes.txt"
     other.write_text("mine\nand mine\n")
-    with pytest.raises(DataError, match="is not an answer of a batch"):
+    with pytest.raises(DataError, match="is not a batch answer"):
         batch.check(given, other)
     assert other.read_text() == "mine\nand mine\n"

@@ -70,7 +70,7 @@ def test_a_table_is_what_relay_reads(tmp_path, target, prompts) -> None:
     table.save(tmp_path / "cues.json", target="t")
     assert relay(tmp_path / "cues.json").cues == table.selected == ("So",)
     assert json.loads((tmp_path / "cues.json").read_text())["target"] == "t"
-    with pytest.raises(DataError, match="no answer holds a token"):
+    with pytest.raises(DataError, match="no answer contains a token"):
         ranked([Trace([], [])])
     with pytest.raises(ConfigError, match="no tokenizer"):
         calibrate(target, target, prompts[:1])

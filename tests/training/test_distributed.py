@@ -236,7 +236,7 @@ class Two(Alone):
         ("vanilla", {"batch": 1}, "train.batch 1 is less than the 2 processes"),
         ("specblock", {}, "weighs a row by the other rows of its batch"),
         ("vanilla", {"sequence_parallel": 3}, "sequence_parallel 3 needs 3 processes or a multiple of them, got 2"),
-        ("vanilla", {"sequence_parallel": 2}, "sequence_parallel 2 splits heads, and the drafter has kv_heads 1"),
+        ("vanilla", {"sequence_parallel": 2}, "sequence_parallel 2 splits heads, but the drafter has kv_heads 1"),
         ("domino", {"sequence_parallel": 2}, "drafter 'domino' needs whole texts"),
     ],
 )

@@ -79,7 +79,7 @@ def test_spikes_in_a_row_take_the_last_checkpoint_and_then_end(talker, tmp_path,
 
     settings = Config(**SETTINGS | LONG | {"save_every": 5, "skip": 2, "steps": 20})
     train(model, make_source(talker), settings, tmp_path / "once", on_step=spoil)
-    assert "step 14: " in caplog.text and "weights of the last checkpoint are taken again" in caplog.text
+    assert "step 14: " in caplog.text and "weights of the last checkpoint are restored" in caplog.text
     assert checkpoint.manifest_of(tmp_path / "once" / "checkpoint")["training"]["step"] == 20
     astray += [14]
     model = make_model(talker)

@@ -295,7 +295,7 @@ def test_weights_that_went_bad_are_taken_from_the_last_checkpoint(talker, tmp_pa
     with pytest.raises(KeyboardInterrupt):
         train(model, make_source(talker), settings, tmp_path, on_step=stopper(2, interrupt))
     train(model := make_model(talker), make_source(talker), settings, tmp_path, on_step=spoil)
-    assert "step 6: " in caplog.text and "the weights of the last checkpoint are taken again" in caplog.text
+    assert "step 6: " in caplog.text and "the weights of the last checkpoint are restored" in caplog.text
     assert step_of(tmp_path) == 12
     with pytest.raises(KeyboardInterrupt):
         train(make_model(talker), make_source(talker), settings, tmp_path / "ever", on_step=stopper(2, interrupt))

@@ -16,7 +16,7 @@ from outrider.targets.files import unreadable
 
 
 class BatchAnswers:
-    """An output file and the offset of each answer in it: 16 bytes of memory per answer."""
+    """An output file and the offset of each answer in it; takes 16 bytes of memory per answer."""
 
     def __init__(self, path: str):
         self._path = Path(path).expanduser()

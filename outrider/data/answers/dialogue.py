@@ -1,4 +1,4 @@
-"""A conversation while it is answered: the user's messages from its source, the answers from the target."""
+"""A conversation being answered: the user's messages come from its source, the answers from the target."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def hash_conversations(conversations: Iterable[Conversation], config: Config) ->
     """Each conversation with the hash of everything its answer depends on.
 
     That is its messages and tools, and its id if the source gives one, since the id seeds the noise.  Repeated content
-    is hashed with the number of its repetition.  Answers that the target will replace are not hashed.
+    is hashed together with its repetition number.  Answers that the target will replace are not hashed.
     """
     counts = Counter[int]()
     for conversation in conversations:
         content = conversation.prompt_hash(answered=not config.regenerate)
-        number = int(content, 16)  # half of a text's memory
+        number = int(content, 16)  # halves the memory of a text
         counts[number] += 1
         yield HashedConversation(conversation, hash_of_repeat(content, counts[number]))
 
@@ -55,7 +55,7 @@ class Dialogue:
         self.tokens: list[int] = []
         self.learn: list[tuple[int, int]] = []
         self.retokenised = False
-        """An answer came as text and was tokenised here: the model may have drawn other tokens."""
+        """An answer arrived as text and was tokenised here: the model may have sampled other tokens."""
         self.attempts = 0
         """Requests that failed."""
 
@@ -76,7 +76,7 @@ class Dialogue:
         return True
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Replace the prompt's ids.  Answers in it train only up to the first token that differs."""
+        """Replace the prompt's ids.  Answers in it are trained on only up to the first token that differs."""
         same = common_prefix(self.tokens, tokens)
         self.learn = [(start, min(end, same)) for start, end in self.learn if start < same]
         self.tokens = list(tokens)
@@ -89,7 +89,7 @@ class Dialogue:
         return Request(self.tokens, min(config.max_new_tokens, config.length - len(self.tokens)), sampling)
 
     def add_answer(self, answer: Sequence[int], text: str) -> None:
-        """Append the target's answer.  A token that closes the turn trains if the target generated it."""
+        """Append the target's answer.  A token that closes the turn is trained on if the target generated it."""
         self.learn = [*self.learn, (len(self.tokens), len(self.tokens) + len(answer))]
         self.tokens = [*self.tokens, *answer]
         self.messages.append({"role": "assistant", "content": text})

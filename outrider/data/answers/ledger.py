@@ -3,8 +3,7 @@
     answers.sqlite   one row per prompt, keyed by the hash of its content
 
 answers.jsonl is authoritative.  A prompt is marked as answered before its line is written, so a killed run may leave an
-entry without a line, which `reconcile` reopens.  Every prompt of a run is either answered, failed, skipped, taken or
-open.
+entry without a line, which `reconcile` reopens.  Every prompt of a run is answered, failed, skipped, taken or open.
 """
 
 from __future__ import annotations
@@ -64,7 +63,8 @@ class Ledger:
             if version not in (0, FORMAT):
                 self._db.close()
                 raise DataError(
-                    f"{self.path} has format {version}, but this Outrider reads {FORMAT}; delete it, the answers stay"
+                    f"{self.path} has format {version}, but this Outrider reads {FORMAT}; delete it "
+                    "(the answers are kept)"
                 )
             # a killed process loses no entry; a power failure loses the last ones, which `reconcile` reopens
             self._db.execute("PRAGMA journal_mode = WAL")
@@ -89,7 +89,7 @@ class Ledger:
         except sqlite3.OperationalError as error:
             raise OSError(f"{self.path.name}: {error}") from error
         except sqlite3.DatabaseError as error:
-            raise DataError(f"{self.path} is damaged ({error}); delete it, the answers stay") from None
+            raise DataError(f"{self.path} is damaged ({error}); delete it (the answers are kept)") from None
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -99,7 +99,7 @@ class Ledger:
             try:
                 yield
             except BaseException:
-                if self._db.in_transaction:  # a full disk ends it by itself
+                if self._db.in_transaction:  # a full disk ends it without a rollback here
                     self._db.execute("ROLLBACK")
                 raise
             self._db.execute("COMMIT")
@@ -141,7 +141,7 @@ class Ledger:
         return status
 
     def take(self, prompt_hash: str) -> bool:
-        """Take an open prompt for this process; False if it is not open.  Only one process succeeds."""
+        """Claim an open prompt for this process; False if it is not open.  Only one process can succeed."""
         with self.reported():
             query = "UPDATE prompts SET status = 'taken' WHERE prompt_hash = ? AND status = 'open'"
             return self._db.execute(query, (prompt_hash,)).rowcount == 1
@@ -183,7 +183,9 @@ class Ledger:
         return dict.fromkeys(STATUSES, 0) | dict(self._db.execute(query).fetchall())
 
     def facts(self) -> dict[str, int]:
-        """`retokenised`: answers of this run that came as text.  `truncated`: answers that reached the length limit."""
+        """`retokenised`: answers of this run that arrived as text.  `truncated`: answers that reached the
+        length limit.
+        """
         row = self._db.execute(
             "SELECT count(*) FILTER (WHERE tokens_from = 'text'), count(*) FILTER (WHERE finish_reason = 'length') "
             "FROM prompts WHERE position IS NOT NULL AND status = 'answered'"
@@ -191,7 +193,7 @@ class Ledger:
         return dict(zip(("retokenised", "truncated"), row, strict=True))
 
     def reasons(self, status: Status, count: int = 3) -> list[str]:
-        """Why prompts failed or were skipped: the most frequent reasons first, with their numbers of prompts."""
+        """Why prompts failed or were skipped: the most frequent reasons first, with the number of prompts for each."""
         rows = self._db.execute(
             "SELECT reason, count(*) FROM prompts WHERE position IS NOT NULL AND status = ? "
             "GROUP BY reason ORDER BY count(*) DESC, reason LIMIT ?",

@@ -47,7 +47,7 @@ from outrider.targets.text.prompts import refuse_unembedded
 WAVE = 4096
 """Maximum number of conversations in memory."""
 SHARED_WAVE = 4
-"""Conversations per slot that one of several processes takes at a time."""
+"""Conversations per slot that one of several processes claims at a time."""
 
 
 def prepare(
@@ -62,9 +62,9 @@ def prepare(
     on_answer: called with the number of answered conversations and the newest answer.
     skipped: with `config.skip_bad`, collects the conversations that the chat template refuses.
     processes: the processes that share the prompts and all call this; the first one merges their answers.
-    held_out: `hash_number` of prompts whose answers never train; the n-gram hashes leave them out.
-    Raises DataError if the folder has answers of another target, sampling or template; if another process writes to
-    it; if the chat template refuses a conversation (with file and line); and if no server answers.
+    held_out: `hash_number` of prompts whose answers are never trained on; the n-gram hashes leave them out.
+    Raises DataError if the folder has answers from another target, sampling setting or template; if another process
+    writes to it; if the chat template refuses a conversation (with file and line); and if no server answers.
     """
     folder = Path(folder)
     path = folder / ANSWERS
@@ -80,7 +80,7 @@ def prepare(
             manifest = with_known_weights(manifest_for(target, tokenizer, config), read_manifest(folder))
             merge_parts(folder)  # left by the other processes of a stopped run
             _enter(ledger, spool, folder, tokenizer, target, conversations, config, manifest, skipped)
-            processes.gather(None)  # now the others may take prompts
+            processes.gather(None)  # now the others may claim prompts
             with path.open("a", encoding="utf-8") as file:
                 done, is_shared = ledger.counts()["answered"], processes.count > 1
                 writer = AnswerWriter(file, ledger, content_hash(manifest), done, on_answer, skipped, is_shared)
@@ -91,7 +91,7 @@ def prepare(
             if config.ngram_hashes:
                 keep_hashes(folder, target, _prompts(spool, ledger, held_out), held_out)
     except OSError as error:
-        why = f"{error.strerror or error}; the answers so far are kept; make room and run again"
+        why = f"{error.strerror or error}; the answers so far are kept; free some space and run again"
         raise DataError(f"can't write answers to {folder}: {why}") from error
     processes.gather(None)  # the others may read the file
     return path
@@ -101,9 +101,9 @@ def _help(
     target: Target, tokenizer: Any, conversations: Iterable[Conversation], folder: Path, config: Config,
     drafter: Drafter | None, on_answer: OnAnswer, skipped: Skipped, processes: ProcessGroup,
 ) -> None:  # fmt: skip
-    """In a process other than the first: answer prompts that no process has taken, into a separate file."""
+    """In a process other than the first: answer prompts that no process has claimed, and write to a separate file."""
     processes.gather(None)
-    if config.regenerate and not config.servers:  # else one process is enough
+    if config.regenerate and not config.servers:  # otherwise one process is enough
         manifest = with_known_weights(manifest_for(target, tokenizer, config), read_manifest(folder))
         with Ledger(folder) as ledger, ledger.reported(), part_path(folder, processes.rank).open("a") as file:
             writer = AnswerWriter(file, ledger, content_hash(manifest), 0, on_answer, skipped, is_shared=True)
@@ -231,7 +231,7 @@ def _answers(
     drafter: Drafter | None,
     writer: AnswerWriter,
 ) -> Iterator[Answer]:
-    """The target's answers, each as soon as its conversation is over."""
+    """The target's answers, each as soon as its conversation is finished."""
     dialogues = [Dialogue(prompt) for prompt in unanswered]
     while dialogues:
         active = []

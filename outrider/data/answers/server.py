@@ -1,4 +1,4 @@
-"""One server that answers prompts: whether it is up, which model it has, and how it returns token ids."""
+"""One server that answers prompts: whether it is up, which model it serves, and how it returns token ids."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Reply(NamedTuple):
     """A server's answer."""
 
     tokens: list[int]
-    """Including the token that ends the text, if it ended by itself."""
+    """Includes the token that ends the text, if it ended by itself."""
     text: str
     finish_reason: str
     """stop or length."""
@@ -83,7 +83,7 @@ class Reply(NamedTuple):
 
 
 class Server:
-    """A server and its state: up, on trial, suspended or given up."""
+    """A server and its state: up, on trial, suspended or given up on."""
 
     def __init__(self, url: str, config: Config, target: Target, tokenizer: Any, key: str | None):
         """Raises ConfigError for an invalid address."""
@@ -93,17 +93,17 @@ class Server:
             limits=Limits(concurrency=config.in_flight + 1, reset_s=FIRST_PAUSE_S),
         )  # fmt: skip
         self.models: list[str] = []
-        """The models that it lists; empty if it has no list."""
+        """The models it lists; empty if it has no list."""
         self.model: str | None = None
         self.model_of: str | None = None
-        """The server that named the model; None if the settings do."""
+        """The server that determined the model; None if the settings did."""
         self._id_fields: Mapping[str, Any] = {}
         self.is_up = asyncio.Event()
-        """Set while it gets prompts."""
+        """Set while it receives prompts."""
         self.is_tried = False
         """It gets one prompt at a time until it has answered one."""
         self.is_refused = False
-        """It is never tried again."""
+        """Whether it is never tried again."""
         self.trial = asyncio.Lock()
         self.failing_since: float | None = None
         self.reason = "not tried yet"
@@ -130,7 +130,7 @@ class Server:
     def check_model(self) -> None:
         """Raises DataError if it does not serve the requested model."""
         if self.model is None:
-            raise DataError(f"{self.url} does not say which model it has; name it with prepare.model")
+            raise DataError(f"{self.url} does not say which model it serves; name it with prepare.model")
         if self.models and self.model not in self.models:
             models = f"{self.url} serves {', '.join(self.models)}"
             if self.model_of is None:
@@ -141,7 +141,7 @@ class Server:
             )
 
     async def find_id_fields(self) -> None:
-        """Find out how it returns token ids, by one-token requests; it is up afterwards.
+        """Find out how it returns token ids with one-token requests; it is up afterwards.
 
         Raises ClientError if it does not answer, DataError if it refuses the request.
         """
@@ -172,7 +172,7 @@ class Server:
         if reason not in COMPLETE and reason != "length":
             raise UnusableAnswer(f"an answer that ended with {reason!r}, not with stop or length")
         if ids is None and _calls_tools(choice):
-            raise UnusableAnswer("a call of a tool without its text or token ids; set prepare.ask: tokens")
+            raise UnusableAnswer("a tool call without its text or token ids; set prepare.ask: tokens")
         if ids is None and _thinks_apart(choice):
             raise UnusableAnswer(
                 "an answer whose reasoning is separate from its text, without token ids, so the generated "

@@ -1,6 +1,6 @@
-"""Servers with OpenAI's API answer the prompts: many at once, turn by turn, each on the first free server.
+"""Servers with OpenAI's API answer the prompts: many concurrently, turn by turn, each on the first free server.
 
-A server that fails three times in a row is suspended, and asked for its models after 1 s, 2 s, … 60 s.  Once it
+A server that fails three times in a row is suspended, and probed for its models after 1 s, 2 s, … 60 s.  Once it
 answers, it is tried with one prompt before it gets others.  Its unfinished prompts go to the other servers.
 """
 
@@ -25,7 +25,7 @@ from outrider.targets.protocol import Target
 PROMPT_STATUSES = frozenset({400, 413, 422})
 """HTTP statuses that reject the prompt; all others are failures of the server."""
 CHECK_S = 1.0
-"""Seconds between two checks whether any server answers."""
+"""Seconds between two checks of whether any server answers."""
 
 
 def answer_all(
@@ -99,12 +99,14 @@ class _ServerPool:
         while True:
             await asyncio.sleep(min(CHECK_S, patience_s / 4))
             if all(server.is_refused for server in self.servers):
-                raise DataError(f"no server is left: {self._reasons()}; the answers so far are kept, run again")
+                raise DataError(
+                    f"no server is left: {self._reasons()}; the answers so far are kept; run again to resume"
+                )
             since = [server.failing_since for server in self.servers if not server.is_refused]
             last = [moment for moment in since if moment is not None]
             if len(last) == len(since) and time.monotonic() - max(last) > patience_s:
                 raise DataError(
-                    f"no server has answered for {patience_s:g} s: {self._reasons()}; the answers so far are kept, "
+                    f"no server has answered for {patience_s:g} s: {self._reasons()}; the answers so far are kept; "
                     "start one and run again"
                 )
 
@@ -125,8 +127,8 @@ class _ServerPool:
                     await self._converse(server, await self._wait_for_dialogue())
 
     async def _converse(self, server: Server, dialogue: Dialogue) -> None:
-        """Ask turn by turn until the conversation is over or the server fails."""
-        if not server.is_up.is_set():  # it was suspended while this waited for work
+        """Send turn by turn until the conversation is over or the server fails."""
+        if not server.is_up.is_set():  # it was suspended while this slot waited for work
             self._requeue(dialogue)
             return
         while dialogue.ask(self.tokenizer, self.config, self.target.spec.context):
@@ -150,7 +152,7 @@ class _ServerPool:
     def _fail(self, server: Server, dialogue: Dialogue, error: ClientError) -> None:
         """Requeue the conversation; a prompt that is rejected or has failed too often fails for good."""
         is_rejected = isinstance(error, RefusedError) and error.status in PROMPT_STATUSES
-        dialogue.attempts += error.attempts > 0  # a suspended server was not sent anything
+        dialogue.attempts += error.attempts > 0  # a suspended server was sent nothing
         if not is_rejected:
             server.fail(str(error), at_once=isinstance(error, RefusedError | CircuitOpen))
         if is_rejected or dialogue.attempts >= self.config.attempts:

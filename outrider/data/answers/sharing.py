@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class ProcessGroup(Protocol):
-    """The processes of a run, from the view of one of them."""
+    """The processes of a run, as seen by one of them."""
 
     rank: int
     """Rank of this process, from 0; process 0 merges the answers."""

@@ -40,7 +40,7 @@ SHAPING = {"regenerate", "length", "max_new_tokens", "temperature", "top_p", "to
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One text in the target's tokens, and the spans [start, end) of it that train."""
+    """One text in the target's tokens, and the spans [start, end) of it that are trained on."""
 
     id: str
     tokens: Sequence[int]
@@ -50,7 +50,7 @@ class Answer:
     prompt_hash: str | None = None
     settings_hash: str | None = None
     retokenised: bool = False
-    """The answer came as text and was tokenised here; the model may have drawn other ids."""
+    """The answer arrived as text and was tokenised here; the model may have sampled other ids."""
 
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -109,7 +109,7 @@ def _from_line(line: bytes, vocabulary: int | None = None) -> Answer:
 def check_tokens(tokens: Any, vocabulary: int | None) -> None:
     """Raises ValueError unless `tokens` is a list of ids of this vocabulary."""
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise ValueError("its tokens are not a list of whole numbers")
+        raise ValueError("its tokens are not a list of integers")
     wrong = min(tokens, default=0) if min(tokens, default=0) < 0 else max(tokens, default=0)
     if wrong < 0 or (vocabulary is not None and wrong >= vocabulary):
         valid = "at least 0" if vocabulary is None else f"0 to {vocabulary - 1} (the target's vocabulary)"
@@ -119,7 +119,7 @@ def check_tokens(tokens: Any, vocabulary: int | None) -> None:
 class StoredAnswers(Sequence[Answer]):
     """Answers of a file, each read from disk on access: 24 bytes of memory per answer, whatever its length.
 
-    Their tokens are int32 arrays.  The file stays open, since another run may add answers and replace it by a sorted
+    Their tokens are int32 arrays.  The file stays open, since another run may add answers and replace it with a sorted
     file.
     """
 
@@ -182,7 +182,8 @@ def compact(answer: Answer) -> Answer:
 def hold_out(
     answers: Sequence[Answer], count: int, openings: Openings | None = None, chosen: Collection[int] = ()
 ) -> tuple[Sequence[Answer], Sequence[Answer]]:
-    """Split answers into those to train on and held-out ones, at most `count` and one in 16; both keep their order.
+    """Split answers into those to train on and those held out (at most `count`, and at most one in 16); both keep their
+    order.
 
     The split depends only on the prompts: most held-out answers stay the same when more are added.
     openings: conversations with the same beginning are not split.
@@ -209,7 +210,7 @@ def _number(answer: Answer) -> int:
 
 
 def answers_for(folder: Path, target: Target, tokenizer: Any) -> StoredAnswers:
-    """All answers of a folder, to train on.  Raises DataError if they are of another target or template."""
+    """All answers of a folder, to train on.  Raises DataError if they come from another target or template."""
     stored = read_manifest(folder)
     expected = with_known_weights(manifest_for(target, tokenizer, Config()), stored)
     del expected["config"]  # a text may be cut, and prompts may be added, without changing an answer
@@ -242,7 +243,7 @@ def manifest_for(target: Target, tokenizer: Any, config: Config) -> dict[str, An
 
 
 def with_known_weights(expected: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
-    """`expected` with the weights hash of `stored` if it is unknown on either side.
+    """`expected` with the weights hash of `stored` if one of the two is unknown.
 
     A target whose weights are only on a server is identified by its config and tokenizer.
     """
@@ -255,7 +256,7 @@ def with_known_weights(expected: dict[str, Any], stored: dict[str, Any]) -> dict
 def checker(folder: Path, expected: dict[str, Any], stored: dict[str, Any]) -> Callable[[int, Answer], None]:
     """Returns a check of a line's number and answer against the `expected` manifest.
 
-    It raises DataError for an answer of another target, template or setting, and for one without hashes.
+    It raises DataError for an answer from another target, template or setting, and for one without hashes.
     """
     settings_hash = content_hash(stored)
     differing = [key for key, value in expected.items() if stored.get(key) != value]
@@ -267,8 +268,8 @@ def checker(folder: Path, expected: dict[str, Any], stored: dict[str, Any]) -> C
             )
         if differing:
             raise DataError(
-                f"{folder} holds answers made with another {' and '.join(differing)}; name another prepare.folder, or "
-                "delete it"
+                f"{folder} contains answers made with another {' and '.join(differing)}; name another "
+                "prepare.folder, or delete it"
             )
         if answer.settings_hash != settings_hash:
             raise DataError(
@@ -328,9 +329,10 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
 
 
 def keep_hashes(folder: Path, target: Target, prompts: Iterable[list[str]], held_out: Collection[int] = ()) -> None:
-    """Write the n-gram hashes of all prompts and answers that train and enter them in the manifest, unless they exist.
+    """Write the n-gram hashes of all prompts and answers that are trained on and enter them in the manifest, unless
+    they exist.
 
-    prompts: the texts of each prompt with an answer that trains.  held_out: `hash_number` of the held-out prompts.
+    prompts: the texts of each prompt whose answer is trained on.  held_out: `hash_number` of the held-out prompts.
     """
     existing = hash_files.named(folder, MANIFEST)
     if existing is not None and not existing.facts["unknown"] and hash_files.is_intact(existing):
@@ -344,7 +346,8 @@ def keep_hashes(folder: Path, target: Target, prompts: Iterable[list[str]], held
     for texts in prompts:
         collected.add("prompts", texts)
         unknown -= 1
-    # the rest are of edited rows, or of an earlier run with more prompts that stopped before its hashes were written
+    # the rest come from edited rows, or from an earlier run with more prompts that stopped before its hashes were
+    # written
     facts = collected.save(folder / NGRAM_HASHES) | {"unknown": unknown}
     facts["of"] = {"file": ANSWERS, "size_bytes": (folder / ANSWERS).stat().st_size}
     write_manifest(folder, read_manifest(folder) | {"ngram_hashes": facts})

@@ -43,7 +43,7 @@ class AnswerWriter:
         self.file.write(to_line(answer, self.settings_hash))
         self.file.flush()
         self.done += 1
-        # counts answers of other processes too; not every time, since it reads all prompts
+        # also counts answers of other processes; not every time, since it reads all prompts
         if self.is_shared and time.monotonic() - self.counted_at > COUNT_EVERY_S:
             self.done, self.counted_at = self.ledger.counts()["answered"], time.monotonic()
         self.on_answer(self.done, answer)
@@ -57,7 +57,7 @@ class AnswerWriter:
         self.ledger.skip(prompt_hash, reason)
 
     def no_room(self, dialogue: Dialogue, config: Config, context: int, origin: Origin = HERE) -> None:
-        """Its next turn does not fit; store the answers so far, if there are any."""
+        """Called if its next turn does not fit; stores the answers so far, if there are any."""
         if dialogue.learn:
             self.answer(dialogue.answer("length"), origin)
         else:

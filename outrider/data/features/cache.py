@@ -4,8 +4,8 @@
     features-HASH.safetensors   shards, each named after the hash of its texts
 
 Which texts share a shard depends only on the order of the answers and on `shard_tokens`.  So several processes can fill
-one folder, each claiming shards that no other process has claimed.  A killed process loses its current shard, and the
-final files are the same, byte for byte.  A shard is written while the next one's states are computed.
+one folder, each claiming shards that are still unclaimed.  A killed process loses only its current shard, and the final
+files are byte-identical.  A shard is written while the next one's states are computed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Binding:
     top_logprobs: int = 0
     """Number of likeliest tokens stored in place of a final hidden state; 0 stores the state."""
     only_learnt: bool = False
-    """Final states are stored only where they predict a token that trains."""
+    """Final states are stored only where they predict a token that is trained on."""
     source: str = "target"
     """`target`, or the engine that computed the states."""
 
@@ -78,7 +78,7 @@ def differences(expected: Binding, stored: Binding) -> list[str]:
 
     The cache may have more taps and more final states than expected.
     """
-    # a folder may have moved, or a revision may have another name: the weights decide if both are known
+    # a folder may have moved, or a revision may have another name: the weights decide if both hashes are known
     values = {
         f"target.{key}": (expected.target[key], stored.target.get(key)) for key in expected.target if key != "name"
     }
@@ -148,7 +148,7 @@ def build(
     """Write the states of all texts that the folder lacks; other processes may write to it at the same time.
 
     states: computes them.  head: the target's, for `top_logprobs`.
-    Raises DataError if the folder has another binding or can't be written; existing shards stay.
+    Raises DataError if the folder has another binding or can't be written; existing shards are kept.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -160,8 +160,8 @@ def build(
             _fill(folder, shards, states, writer, on_shard or (lambda done, total: None))
     except OSError as error:
         count = len(list(folder.glob("features-*.safetensors"))) if folder.is_dir() else 0
-        why = f"{error.strerror or error}; {count} shards are written and stay valid"
-        raise DataError(f"can't write features to {folder}: {why}; make room and run again") from error
+        why = f"{error.strerror or error}; {count} shards are written and remain valid"
+        raise DataError(f"can't write features to {folder}: {why}; free some space and run again") from error
 
 
 def _bind(folder: Path, binding: Binding) -> Binding:
@@ -315,7 +315,9 @@ class _Writer:
 
 
 def _top(hidden: Tensor, head: Callable[[Tensor], Tensor], count: int) -> dict[str, Tensor]:
-    """The likeliest tokens after final states [n, H]: ids and logprobs [n, count], and the rest's mass [n]."""
+    """The likeliest tokens after final states [n, H]: ids and logprobs [n, count], and the log of the remaining mass
+    [n].
+    """
     parts = [TopLogprobs.of(head(rows), count) for rows in hidden.split(256)]
     return {
         "top.ids": torch.cat([part.ids for part in parts]).int(),

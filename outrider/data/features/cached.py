@@ -77,7 +77,7 @@ class CachedFeatures(TextFeatures):
         self._prefetcher = Prefetcher(self.made, target.device)
 
     def _cached(self, answers: Sequence[Answer], length: int) -> tuple[Sequence[Answer], list[str]]:
-        """Answers that are in the cache or have too few tokens to learn, and the ids of the missing ones."""
+        """Answers that are in the cache or have too few tokens to train on, and the ids of the missing ones."""
 
         def is_missing(answer: Answer) -> bool:
             texts = CutAnswers([answer], length)
@@ -121,7 +121,9 @@ class CachedFeatures(TextFeatures):
         return stored
 
     def _recheck(self, i: int, stored: TextStates, shard: Shard) -> None:
-        """Compare the states of a text with a pass of the target; raises DataError if they differ beyond rounding."""
+        """Compare the states of a text with a pass of the target; raises DataError if they differ by more than
+        rounding.
+        """
         text = self.texts[i]
         taps, hidden = (
             states[0] for states in states_of(self.target, torch.tensor([text.tokens]), self.taps, self.dtype)

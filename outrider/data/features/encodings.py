@@ -1,9 +1,9 @@
-"""Rows of a target's states in fewer bytes: bf16, int8 by channel and row, int4 by channel and group.
+"""Encodes rows of a target's states in fewer bytes: bf16, int8 by channel and row, int4 by channel and group.
 
-A few channels, and a few tokens, of states are a thousand times larger than the rest.  So int8 and int4 first divide
+A few channels and a few tokens have states a thousand times larger than the rest.  So int8 and int4 first divide
 every channel by its mean size over the shard, then round each row with one scale (int8) or one per 64 channels (int4).
 A Hadamard rotation would add little: int4's error on the demo target is 0.093 with it, and 0.094 to 0.099 without.
-Encoded rows are a few named tensors: `channel` is shared by the shard, all others have one row per row.
+Encoded rows are a few named tensors: `channel` is shared by the shard, all others have one entry per row.
 
 n rows, H channels, G groups.
 """
@@ -26,7 +26,7 @@ CLIPS = (1.0, 0.9, 0.8, 0.7)
 SHARED = "channel"
 """The tensor that all rows of a shard share."""
 TOLERANCE: Mapping[Kind, float] = {"bf16": 0.01, "int8": 0.04, "int4": 0.25}
-"""Largest relative error (root mean square) of a text's states that rounding alone causes."""
+"""Largest relative error (root mean square) of a text's states that rounding alone can cause."""
 
 
 def encode(kind: Kind, rows: Tensor) -> dict[str, Tensor]:
@@ -81,7 +81,7 @@ def select(parts: Mapping[str, Tensor], rows: slice | Tensor) -> dict[str, Tenso
 def relative_error(states: Tensor, reference: Tensor) -> float:
     """Root mean square of the difference relative to that of `reference`, both [n, H].
 
-    It is the error of the median row, since single tokens may be a thousand times larger than the rest.
+    The median over rows is used, since single tokens may be a thousand times larger than the rest.
     """
     if not len(reference):
         return 0.0
@@ -112,7 +112,7 @@ def _int4(rows: Tensor) -> dict[str, Tensor]:
     best_scale = torch.zeros_like(largest)
     least_error = torch.full_like(largest, torch.inf)
     for clip in CLIPS:
-        # through float16, the stored type, so that values are rounded for the scale that is read back
+        # via float16, the stored type, so that values are rounded with the scale that is read back
         scale = (largest * (clip / 7)).clamp(max=6e4).half().float()
         values = (groups / scale.clamp(min=_TINY)[..., None]).round().clamp(-8, 7)
         error = (values * scale[..., None] - groups).square().sum(2)

@@ -28,9 +28,9 @@ from outrider.data.answers.store import Answer
 from outrider.errors import DataError
 
 CHECK_EVERY = 64
-"""The log-probabilities of every 64th text are compared."""
+"""The log-probabilities of every 64th text are checked."""
 MOST_DIFFERENCE = 0.05
-"""Largest mean difference of log-probabilities due to rounding; another layer differs by 0.1 or more."""
+"""Largest mean difference of log-probabilities due to rounding; a wrong layer differs by 0.1 or more."""
 Finish = Callable[[Tensor], Tensor]
 """The target's final norm."""
 
@@ -128,7 +128,7 @@ class EngineStates:
 def read_states(path: Path, text: Answer, layers: Sequence[int], timeout_s: float = 120.0) -> Tensor:
     """States [S, L, H] of a text from the connector's file, once it is complete.
 
-    Raises DataError for a file of other tokens or another number of layers, and if none appears within `timeout_s`.
+    Raises DataError for a file with other tokens or another number of layers, and if none appears within `timeout_s`.
     """
     _wait(path, timeout_s)
     try:
@@ -140,8 +140,8 @@ def read_states(path: Path, text: Answer, layers: Sequence[int], timeout_s: floa
     # an engine may append the generated token
     if tokens[:count] != list(text.tokens) or len(states) < count:
         raise DataError(
-            f"{path} holds {len(states)} states of other tokens than text {text.id}, which has {count}; start the "
-            "server without prefix caching (--no-enable-prefix-caching), and run again"
+            f"{path} holds {len(states)} states of tokens other than those of text {text.id}, which has {count}; start "
+            "the server without prefix caching (--no-enable-prefix-caching), and run again"
         )
     if states.ndim != 3 or states.shape[1] != len(layers):
         raise DataError(

@@ -26,9 +26,9 @@ __all__ = ["MIN_LEARNT", "LiveFeatures"]
 CACHE_BYTES, CACHE_SHARE = 2**30, 1 / 6
 """Features of all texts are cached in memory up to this size or, on a CPU, up to this share of its total memory.
 
-Not of its free memory, since a resumed training must make the same choice."""
+Not of its free memory, since a resumed training run must make the same choice."""
 LOG_OF_OTHERS = -30.0
-"""Logarithm of the mass of all tokens that do not follow; of 0 it would be infinite."""
+"""Log-probability of all tokens other than the next one; log 0 would be infinite."""
 
 
 class LiveFeatures(TextFeatures):
@@ -74,7 +74,7 @@ class LiveFeatures(TextFeatures):
         if not self.is_cached:
             return {i: states for group in self.order.in_groups(texts) for i, states in self._read(group)}
         for i in texts:
-            if i not in self._cache:  # read with its group
+            if i not in self._cache:  # read together with its group
                 began = time.perf_counter()
                 for member, (taps, hidden, _) in self._read(self._group[i]):
                     taps, hidden = (part.to(self.states_dtype, copy=True) for part in (taps, hidden))
@@ -92,7 +92,7 @@ class LiveFeatures(TextFeatures):
 
 
 class TextAlone(LiveFeatures):
-    """No pass of the target: after each token, its distribution is taken to be the token that follows in the text."""
+    """No pass of the target: its distribution after each token is taken to be the next token of the text."""
 
     place = "text"
 

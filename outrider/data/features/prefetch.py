@@ -1,4 +1,6 @@
-"""The next batch is prepared while this one trains, in a background thread and, on a GPU, on a separate stream."""
+"""The next batch is prepared while the current one trains, in a background thread and, on a GPU, on a separate
+stream.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class Prefetcher:
     """Prepares each batch while the previous one trains."""
 
     def __init__(self, make: Callable[[BatchKey], Batch], device: torch.device):
-        """make: returns the batch of a key, always the same; called in one background thread."""
+        """make: returns the batch of a key, always the same one; called in a background thread."""
         self._make, self._device = make, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool = ThreadPoolExecutor(1, "batches")

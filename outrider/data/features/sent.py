@@ -22,7 +22,7 @@ from outrider.data.packing import Rows
 from outrider.nn.draft_model import Batch
 
 DONE, STOPPED = -1, -2
-"""Sent in place of a source's number: the trainer has finished, or was interrupted."""
+"""Sent in place of a source's number when the trainer has finished or was interrupted."""
 
 
 class PendingStates(NamedTuple):
@@ -50,7 +50,7 @@ class Link:
         self._pending = PendingStates(source, list(texts), states, receives)
 
     def take(self, source: int, texts: Sequence[int]) -> list[Tensor] | None:
-        """Wait for the pending states; None if they are of other texts, in which case they are dropped."""
+        """Wait for the pending states; None if they belong to other texts, in which case they are dropped."""
         pending = self._pending
         self._pending = None
         if pending is None:
@@ -136,7 +136,7 @@ def serve(sources: Sequence[LiveFeatures], trainers: Sequence[int], most: int, c
     died.
     """
     requests: queue.SimpleQueue[Request | RuntimeError] = queue.SimpleQueue()
-    for trainer in trainers:  # one thread each: a receive from any of them would hang if one has died
+    for trainer in trainers:  # one thread each: receiving from whichever is first would hang if one had died
         threading.Thread(target=_listen, args=(trainer, most, control, requests), daemon=True).start()
     num_active, is_stopped = len(trainers), False
     while num_active:
@@ -171,5 +171,5 @@ def _listen(trainer: int, most: int, control: Any, requests: queue.SimpleQueue[R
 
 
 def _wire(device: torch.device) -> torch.device:
-    """The device on which states are sent and received: the GPU with NCCL, else the CPU."""
+    """The device on which states are sent and received: the GPU with NCCL, otherwise the CPU."""
     return device if distributed.get_backend() == "nccl" else torch.device("cpu")

@@ -79,7 +79,7 @@ class ShardLayout:
 def layout(texts: Sequence[Answer], only_learnt: bool) -> ShardLayout:
     """Rows for these texts; a text reuses the rows of the earlier text with which it has the longest common prefix.
 
-    only_learnt: final states are stored only where they predict a token that trains.
+    only_learnt: final states are stored only where they predict a token that is trained on.
     """
     first_text: dict[bytes, int] = {}
     rows: list[np.ndarray] = []
@@ -113,13 +113,13 @@ def _prefix_hashes(tokens: np.ndarray) -> list[bytes]:
 
 
 def predicting(text: Answer) -> np.ndarray:
-    """Positions of a text whose final states predict a token that trains."""
+    """Positions of a text whose final states predict a token that is trained on."""
     spans = [np.arange(max(start, 1) - 1, max(end, 1) - 1) for start, end in text.learn]
     return np.concatenate(spans) if spans else np.empty(0, np.int64)
 
 
 def key_of(text: Answer, only_learnt: bool) -> int:
-    """64-bit hash of a text's tokens and, with `only_learnt`, of the positions that train."""
+    """64-bit hash of a text's tokens and, with `only_learnt`, of the positions that are trained on."""
     digest = hashlib.blake2b(np.asarray(text.tokens, np.int32).tobytes(), digest_size=8)
     if only_learnt:
         digest.update(predicting(text).astype(np.int32).tobytes())
@@ -141,7 +141,7 @@ def write(
         "hidden_at": rows.hidden_at.int(),
     } | {name: part.cpu().contiguous() for name, part in states.items()}  # fmt: skip
     about = json.dumps(dict(facts) | {"format": FORMAT, "hash": content_hash(tensors, facts)}, sort_keys=True)
-    # one key, since the order of several is random; not save_file, whose temporary file would stay after a kill
+    # one key, since the order of several is random; not save_file, whose temporary file would be left behind by a kill
     data = save(tensors, {"outrider": about})
     with replacing(path) as part:
         part.write_bytes(data)
@@ -239,7 +239,7 @@ def open_shard(path: Path) -> Shard:
 
 
 def keys_in(file: BinaryIO, path: Path | str) -> list[int]:
-    """The keys of a shard's texts; reads nothing else but the header.  Raises DataError if they can't be read."""
+    """The keys of a shard's texts; reads nothing else except the header.  Raises DataError if they can't be read."""
     try:
         size = int.from_bytes(file.read(8), "little")
         start, end = parse_json(file.read(min(size, HEADER)))["keys"]["data_offsets"]

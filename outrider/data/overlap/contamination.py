@@ -1,4 +1,4 @@
-"""Checks whether a drafter is measured on texts that it was trained on or drafts from, by the hashes of its sources.
+"""Checks whether a drafter is measured on texts that it was trained on or drafts from, using the hashes of its sources.
 
 A source without hashes counts as unknown, not as clean.
 """
@@ -38,7 +38,7 @@ class OverlapReport(NamedTuple):
     """Number of prompts that were looked up in at least one source."""
     rule: str
     unknown: dict[str, str]
-    """Sources that may have texts without hashes, and why."""
+    """Sources that may contain texts without hashes, and why."""
     counts: dict[str, dict[str, int]]
     """Number of prompts in each part (prompts, answers, documents) of each source."""
 
@@ -54,7 +54,7 @@ class OverlapReport(NamedTuple):
     def line(self) -> str:
         """The result in one sentence."""
         text = (
-            f"{len(self.overlapping)} of {self.checked} prompts drawn overlap with what was trained on or is drafted "
+            f"{len(self.overlapping)} of {self.checked} sampled prompts overlap with what was trained on or is drafted "
             f"from ({self.rule})"
         )
         if not self.unknown:
@@ -66,7 +66,8 @@ class OverlapReport(NamedTuple):
 def sources_of(choice: str | Mapping[str, Any]) -> list[TextSource]:
     """The text sources of a drafter: of its checkpoint, its corpora and its parts; empty if it only reads the request.
 
-    choice: a kind, a kind with settings, or a checkpoint, as in a run file.  Ignores the target's training texts.
+    choice: a kind, a kind with settings, or a checkpoint, as in a run file.  The target's own training texts are
+    ignored.
     """
     if isinstance(choice, str):
         if choice not in kinds():
@@ -113,7 +114,7 @@ def _keyed(prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[tuple[PromptKey,
 
 
 def _is_text(prompt: Prompt) -> bool:
-    """Whether it has a word to look up."""
+    """Whether it has any word to look up."""
     return any(bare(question) for question in prompt.questions)
 
 
@@ -135,7 +136,7 @@ def _open(folder: Path) -> tuple[list[hash_files.NgramHashes], str | None]:
 def _entries(folder: Path) -> Iterator[hash_files.HashFile | str]:
     """The hash files that a folder's manifest names, one for each set of texts of a checkpoint; or why it has none."""
     if not folder.is_dir():
-        yield "there is no such folder, so its texts are unknown"
+        yield "the folder does not exist, so its texts are unknown"
     elif (folder / "outrider.json").exists():
         try:
             entries = parse_json((folder / "outrider.json").read_text(encoding="utf-8"))["training"]["ngram_hashes"]

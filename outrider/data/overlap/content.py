@@ -44,7 +44,9 @@ def stem(word: str) -> str:
 
 
 def _stems() -> dict[str, str]:
-    """Maps words and stems to the stem that represents their synonyms; the first group with a word counts."""
+    """Maps words and stems to the stem that represents their synonyms; if several groups have a word, the first is
+    used.
+    """
     stems = dict[str, str]()
     for group in SYNONYMS:
         for word in group:
@@ -67,7 +69,7 @@ _CONTRASTING = frozenset(canonical(word) for group in CONTRASTS for word in grou
 
 @functools.lru_cache(1 << 19)
 def token(word: str) -> int:
-    """A word's token; 0 where it carries no content."""
+    """A word's token; 0 if it carries no content."""
     if word in STOP:
         return 0
     word = NUMBERS.get(word, word)
@@ -124,5 +126,5 @@ def weight(ids: Sequence[int]) -> float:
 
 
 def contrasts() -> list[np.ndarray]:
-    """Groups of contrasting tokens, [n] uint32: two questions with different ones of a group ask different things."""
+    """Groups of contrasting tokens, [n] uint32: two questions with different words of a group ask different things."""
     return [np.unique(np.array([token(word) for word in group], np.uint32)) for group in CONTRASTS]

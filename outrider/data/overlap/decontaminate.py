@@ -19,7 +19,9 @@ class SharedQuestion(NamedTuple):
     prompt: str
     """Its id."""
     how: str
-    """`whole` or `part` of the question word for word, `words` in a row, or `near`: nearly the same content words."""
+    """`whole` or `part`: the question or part of it word for word; `words`: consecutive words; `near`: nearly the same
+    content words.
+    """
 
 
 class EvaluationPrompts:

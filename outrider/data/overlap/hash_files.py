@@ -1,6 +1,6 @@
 """The hashes of many texts in one file, to find which parts of a source contain which questions of an evaluation.
 
-The rule is in `overlap.questions`; what more than 10 documents of a source contain is a common phrase and does not
+The rule is in `overlap.questions`; a phrase that occurs in more than 10 documents of a source is common and does not
 count.  Only hashes are stored.  Imports no torch.
 """
 
@@ -29,7 +29,7 @@ from outrider.storage.trusted import regular, whole_text
 FORMAT = 2
 """Version of the file and of the hashing rule."""
 LIMIT = 1 << 23
-"""Maximum number of stored hashes per kind; if there are more, one in two, four, … is stored."""
+"""Maximum number of stored hashes per kind; if there are more, every second, fourth, … is stored."""
 KINDS = ("runs", "wholes", "spans")
 """The kinds of hashes in `overlap.units.Units`."""
 CELLS = 1 << 22
@@ -41,7 +41,7 @@ ENTRY = 16
 class HashCounter:
     """Number of documents that contain each hash, counted up to COMMON + 1.
 
-    Of more than `limit` hashes a sample is stored, which does not depend on the order of the documents.
+    If there are more than `limit` hashes, a sample is stored that does not depend on the order of the documents.
     """
 
     def __init__(self, limit: int = LIMIT):
@@ -59,7 +59,7 @@ class HashCounter:
             self._merge()
 
     def result(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Sorted hashes [n] uint64, counts [n] uint8, and the sampling interval: one in so many hashes is stored."""
+        """Sorted hashes [n] uint64, counts [n] uint8, and the sampling interval n: every n-th hash is stored."""
         self._merge()
         return self._hashes, self._counts, 1 << self._halvings
 
@@ -84,7 +84,8 @@ class HashCounter:
 class Statements:
     """Distinct statements of questions, each the bags of content tokens of its sentences.
 
-    At most `limit` tokens, with ENTRY more per statement; of more a sample is stored, independent of the order.
+    At most `limit` tokens, counting ENTRY more per statement; if there are more, a sample is stored that does not
+    depend on their order.
     """
 
     def __init__(self, limit: int = LIMIT):
@@ -107,7 +108,7 @@ class Statements:
             self._size = sum(len(each[0]) // tokens.itemsize + ENTRY for each in self._stored.values())
 
     def result(self) -> tuple[dict[str, np.ndarray], int]:
-        """The statements and the sampling interval: one in so many statements is stored.
+        """The statements and the sampling interval n: every n-th statement is stored.
 
         `tokens` [n] int32, `tokens.sizes` [s] int32: tokens per sentence, `tokens.sentences` [t] int32: sentences per
         statement.
@@ -163,7 +164,7 @@ class Collector:
             with replacing(path) as part_file:
                 # one key, since the order of several is random
                 metadata = {"outrider": json.dumps({"format": FORMAT, "rule": RULE}, sort_keys=True)}
-                # not save_file, whose temporary file would stay after a kill
+                # not save_file, whose temporary file would be left behind by a kill
                 part_file.write_bytes(save(tensors, metadata))
                 facts = {"file": path.name, "hash": hash_of(part_file), "format": FORMAT, "rule": RULE, "parts": parts}
         except (OSError, SafetensorError) as error:
@@ -215,7 +216,7 @@ class NgramHashes:
         """Use `read`."""
         self.parts = tuple(facts["parts"])
         self.sampled: int = max((part["runs_one_in"] for part in facts["parts"].values()), default=1)
-        """One in so many runs is stored."""
+        """Sampling interval: every n-th run is stored."""
         self._hashes = {
             (part, kind): (tensors[f"{part}.{kind}"].view(np.uint64), tensors[f"{part}.{kind}.documents"] <= COMMON)
             for part in self.parts for kind in KINDS
@@ -283,7 +284,7 @@ def read(file: HashFile) -> NgramHashes:
             "again, or build the corpus again"
         )
     if not path.exists():
-        raise DataError(f"{path} is missing, but its manifest names it; copy that file there")
+        raise DataError(f"{path} is missing, but its manifest names it; copy the file there")
     try:
         hashes = NgramHashes(load_file(path), facts) if is_intact(file) else None
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:

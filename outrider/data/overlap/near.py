@@ -1,9 +1,9 @@
 """Recognises rephrased questions by an inverted index of the content words of an evaluation's questions.
 
-A word that many questions have counts less.  A text asks a question if the words that consecutive sentences of it, or
-all of them, share with the question make up most of both, or nearly all of one and half of the other.  It does not if
-their numbers or rare words differ, if one says `largest` and the other `smallest`, or if a sentence of the question has
-no counterpart.  The consecutive sentences are a maximum subarray (Bentley, Programming Pearls, 1984).
+A word that occurs in many questions counts less.  A text asks a question if the words that some consecutive sentences
+of it (or all of them) share with the question make up most of both, or nearly all of one and half of the other.  It
+does not if their numbers or rare words differ, if one says `largest` and the other `smallest`, or if a sentence of the
+question has no counterpart.  The consecutive sentences are a maximum subarray (Bentley, Programming Pearls, 1984).
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from outrider.data.overlap.content import KIND_BITS, NUMBER_BIT, RARE, Bags, con
 LIGHTEST, LIGHTEST_TEXT = 1.5, 1.0
 """Minimum weight of a question and of a text to be compared; lighter ones are recognised only word for word."""
 ALIKE, ALIKE_BY_NUMBERS = 0.6, (0.6, 0.6, 0.45, 0.38)
-"""Minimum of twice the shared weight over the weight of both.  The second, by the number of shared numbers, applies if
+"""Minimum of twice the shared weight divided by the total weight of both.  The second, by the number of shared numbers,
+applies if
 these are all numbers of the question and nearly all of the text."""
 USUAL_ALIKE = 0.7
 """The same for a question without rare words and numbers."""
 CONTAINED, COVERED = 0.85, 0.5
-"""Minimum share of one side if that of the other is only COVERED and the whole text is compared."""
+"""Minimum share on one side if the other side's share is only COVERED and the whole text is compared."""
 NUMBERS, NAMES = 0.75, 0.5
 """Minimum share of numbers and of rare words in common, relative to the side that has fewer."""
 SENTENCE, HEAVY = 0.2, 1.5
@@ -182,7 +183,9 @@ def _additions(bags: Bags) -> list[np.ndarray]:
 
 
 def _factors(num_questions: np.ndarray, count: int) -> np.ndarray:
-    """Weight factors of words by how many questions have them: 1 for one question, decreasing; small for over half."""
+    """Weight factors of words by the number of questions that have them: 1 for one question, then decreasing; small if
+    more than half have them.
+    """
     factors = np.clip(np.log((count + SMOOTHING) / num_questions) / math.log(SMOOTHING), SHARED_BY_MANY, 1.0)
     return np.where(num_questions > max(1, count / 2), SHARED_BY_MANY, factors)
 

@@ -1,8 +1,8 @@
-"""Hashes of a text's pieces: of all its runs of 13 words, and of any sequence of its sentences.
+"""Hashes of pieces of a text: all runs of 13 words, and any sequence of sentences.
 
 GPT-3's rule (arXiv 2005.14165, appendix C): texts overlap if they share 13 consecutive words.  In scripts without
 spaces between words, letters count: 24 of Chinese, Japanese or Korean equal 13 words.  Shorter shingles, such as the 8
-letters of near-duplicate search, are no evidence: any two questions of an exam share some.
+letters of near-duplicate search, are not evidence: any two questions of an exam share some.
 
 Hashes have 64 bits: BLAKE2b of each word, summed as a polynomial and mixed.  Imports no torch.
 """
@@ -100,7 +100,9 @@ def _weight(word: str) -> int:
 
 
 class _Signs(dict[int, str | None]):
-    """Maps characters: letters, marks and digits stay, apostrophes and format characters vanish, the rest is space."""
+    """Maps characters: letters, marks and digits stay, apostrophes and format characters are removed, everything else
+    becomes space.
+    """
 
     def __missing__(self, code: int) -> str | None:
         letter = chr(code)

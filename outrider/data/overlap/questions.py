@@ -2,8 +2,8 @@
 
 GPT-3's rule (arXiv 2005.14165, appendix C) is that texts overlap if they share 13 consecutive words.  But so do two
 questions with the same introduction, so here such runs must cover half of the question's content.  A text also asks a
-question that it has word for word as whole sentences, however short, and one with nearly the same content words.  What
-many questions share is no evidence.  Task layouts and instructions about the answer are left out on both sides, see
+question that it contains word for word as whole sentences, however short, or in nearly the same content words.  What
+many questions share is not evidence.  Task layouts and instructions about the answer are left out on both sides, see
 `units`.  Imports no torch.
 """
 
@@ -60,7 +60,7 @@ class Lookup:
 
 
 class Runs:
-    """The runs of questions by hash, and how much of a question some of them cover."""
+    """The runs of questions by hash, and how much of a question a set of runs covers."""
 
     def __init__(self, lookup: Lookup, begins: np.ndarray, ends: np.ndarray, weights: Sequence[np.ndarray]):
         """lookup: its owners are turns.  begins, ends: words of its rows.  weights: of the words of each question."""
@@ -99,7 +99,7 @@ class Lookups(NamedTuple):
 class Questions:
     """The questions of an evaluation, for look-ups.
 
-    A later turn counts only if it is at least as long as a run: `Now make it rhyme` is no question without the turns
+    A later turn counts only if it is at least as long as a run: `Now make it rhyme` is not a question without the turns
     before it.
     """
 
@@ -107,7 +107,7 @@ class Questions:
         self.keys = list[tuple[str, str]]()
         """Task and id of each prompt."""
         self.has_text = list[bool]()
-        """Whether a prompt has a word to look up."""
+        """Whether a prompt has any word to look up."""
         self._turns = list[Turn]()
         numbers = defaultdict[str, set[int]](set)
         keyed = ((task, prompt) for task, of_task in prompts.items() for prompt in of_task)
@@ -128,7 +128,9 @@ class Questions:
                               sum(counts.values()))  # fmt: skip
 
     def first_in(self, text: Units, is_first: bool) -> tuple[int, str] | None:
-        """The prompt that a turn asks, and how; None if it asks none.  is_first: it is its conversation's first."""
+        """The prompt that a turn asks, and how; None if it asks none.  is_first: whether it is the first of its
+        conversation.
+        """
         if text.whole is None:
             return None
         whole = np.append(text.wholes, np.uint64(text.whole))
@@ -211,7 +213,7 @@ class Turn(NamedTuple):
 
 
 def _repeated(hashes: np.ndarray, questions: np.ndarray, most: int) -> np.ndarray:
-    """The hashes that more than `most` different questions have."""
+    """The hashes shared by more than `most` different questions."""
     if not len(hashes):
         return hashes
     order = np.lexsort((questions, hashes))

@@ -22,7 +22,7 @@ from outrider.data.overlap.plain import plain_text
 from outrider.data.overlap.vocabulary import INSTRUCTION, OPENERS, STOP, TRIGGERS
 
 SPECIFIC = 1.0
-"""Minimum weight of the content words of a short text for which occurring inside a longer text is evidence."""
+"""Minimum weight of a short text's content words for its occurrence inside a longer text to be evidence."""
 _INSTRUCTING = STOP | INSTRUCTION
 _LONGEST_INSTRUCTION = 40
 _BREAK = re.compile(r"(?<=[.!?:;])[\"')\]*_]*\s+|\s*\n\s*|(?<=[。！？；：])")
@@ -85,7 +85,7 @@ def is_instruction(words: Words) -> bool:
 def bare(text: str) -> list[list[str]]:
     """The question of a text, as sentences of normalised words, without layouts and instructions.
 
-    A text that has nothing else is returned whole.
+    A text that has nothing else is returned as a whole.
     """
     listed = sentences(plain_text(text))
     return [_without_openers(words) for words in listed if not is_instruction(words)] or listed
@@ -199,7 +199,7 @@ def _words(text: str) -> list[str]:
 
 
 def _options(text: str) -> list[re.Match[str]] | None:
-    """The labels a, b, c, … of a multiple choice; None if the text is none."""
+    """The labels a, b, c, … of a multiple-choice question; None for any other text."""
     if not any(mark in text for mark in _FIRST_OPTION):
         return None
     places = list[re.Match[str]]()

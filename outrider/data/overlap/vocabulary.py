@@ -1,6 +1,6 @@
 """Tables of English words: stop words, common words and synonyms.
 
-Small on purpose: a word that is in no table counts as rare.
+Small on purpose: a word that is not in any table counts as rare.
 """
 
 import tomllib
@@ -30,7 +30,7 @@ OPENERS = _words("please kindly hi hello hey ok okay so now well also")
 """Words before a question that are not part of it."""
 
 COMMON = _words(_TABLES["COMMON"])
-"""Words that many questions have, uninflected; half the weight of a rare word."""
+"""Words that occur in many questions, uninflected; they have half the weight of a rare word."""
 
 NUMBERS = {
     "zero": "0", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8",
@@ -53,4 +53,4 @@ SYNONYMS = _groups(_TABLES["SYNONYMS"])
 """Groups of synonyms, including forms that a stemmer misses; the first represents the group."""
 
 CONTRASTS = _groups(_TABLES["CONTRASTS"])
-"""Groups of contrasting words: two questions with different ones ask different things."""
+"""Groups of contrasting words: two questions with different words of a group ask different things."""

@@ -21,7 +21,7 @@ class ScannedSource:
 
     source: Source
     keys: np.ndarray
-    """[n] uint64: hash of the questions, or of the whole conversation if its own answers train."""
+    """[n] uint64: hash of the questions, or of the whole conversation if its own answers are trained on."""
     ids: np.ndarray
     openings: np.ndarray
     """[n] uint64: hash of everything up to the first turn of the user."""
@@ -39,7 +39,7 @@ class ScannedSource:
     """Number of conversations left out, by reason."""
     unreadable: int = 0
     is_held_out: bool = field(default=False, init=False)
-    """Its answers never train."""
+    """Its answers are never trained on."""
     sample: list[str] = field(default_factory=list)
     """Beginnings of its first texts, to estimate the number of tokens."""
 
@@ -87,7 +87,7 @@ def split_by_source(parts: Sequence[ScannedSource], values: np.ndarray) -> list[
 
 
 def choose(parts: Sequence[ScannedSource], config: Config) -> None:
-    """Limit each source to what its count, the weights and the total count allow."""
+    """Limit each source to what its own count, the weights and the total count allow."""
     for part in parts:
         if part.source.count is not None:
             keep(part, part.source.count, config.seed)
@@ -108,7 +108,7 @@ def choose(parts: Sequence[ScannedSource], config: Config) -> None:
 
 
 def apportioned(whole: int, shares: np.ndarray) -> list[int]:
-    """Divide a whole number in these shares by Webster's rule; a larger whole never makes a part smaller."""
+    """Divide a whole number into these shares by Webster's method; a larger whole never makes a part smaller."""
     counts = np.floor(np.maximum(whole - len(shares), 0) * shares + 0.5).astype(np.int64)
     while counts.sum() < whole:
         counts[np.argmin((counts + 0.5) / shares)] += 1

@@ -22,7 +22,7 @@ __all__ = ["Conversation", "Skipped", "at_place", "available", "from_source", "p
 log = logging.getLogger(__name__)
 
 SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half of a character: valid in JSON, but not in any tokenizer's input."""
+"""Half a character: valid in JSON, but not in any tokenizer's input."""
 GROUPS = ("language", "category")
 """Keys of a row that may name its group; the first one present counts."""
 IGNORED_WEIGHT = "messages[].weight, since prepare.regenerate replaces all answers"
@@ -71,7 +71,7 @@ class Conversation:
 
     @property
     def numbered(self) -> "Conversation":
-        """The same with its line added to its id, for a row whose id is a repetition."""
+        """The same with its line number added to the id, for a row whose id is a repetition."""
         return replace(self, id=f"{self.id} at {self.place}")
 
 
@@ -163,7 +163,7 @@ def at_place(conversation: Conversation) -> Iterator[None]:
 
 
 def available(config: Config) -> int | None:
-    """Number of rows of the sources, used or not; None with a data set of the hub, which is not read to its end."""
+    """Number of rows of the sources, used or not; None with a data set on the hub, which is not read to the end."""
     if any(source.name is not None for source in config.training_sources):
         return None
     whole = [source.model_copy(update={"count": sys.maxsize}) for source in config.training_sources]

@@ -40,7 +40,7 @@ def write(folder: Path, selection: Selection) -> Path:
         with replacing(path) as part:
             part.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
-        raise DataError(f"can't write {path}: {error.strerror or error}; make room and run again") from None
+        raise DataError(f"can't write {path}: {error.strerror or error}; free some space and run again") from None
     return path
 
 

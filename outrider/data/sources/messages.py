@@ -9,7 +9,7 @@ from outrider.storage.json_text import parse_json
 from outrider.targets.text.parts import text_of
 
 Message = dict[str, Any]
-"""`role`, `content` (a text) and any of EXTRAS; `weight` 0 if it does not train."""
+"""`role`, `content` (a text) and any of EXTRAS; `weight` 0 if it is not trained on."""
 Tool = dict[str, Any]
 """The definition of a tool, in the format of OpenAI's `tools` and chat templates."""
 ROLES = {
@@ -24,9 +24,9 @@ CALLERS = ("function_call", "tool_call")
 EXTRAS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinking")
 """Other fields of a message that a chat template may use."""
 TEXTS = ("tool_call_id", "name", "reasoning_content", "thinking")
-"""Those of EXTRAS that are texts."""
+"""Those of EXTRAS whose values are text."""
 TRAINS = ("weight", "train", "training", "loss")
-"""Fields that say whether a message trains: of OpenAI and Mistral, then Axolotl's two, then ms-swift's."""
+"""Fields that say whether a message is trained on: OpenAI's and Mistral's, then Axolotl's two, then ms-swift's."""
 IDLE = ("id", "index", "type", "object", "created", "refusal", "annotations", "audio", "status")
 """Fields of a message that are ignored, since they are not part of its text."""
 SKIP = "skip such rows with --skip-bad"
@@ -63,7 +63,7 @@ class MessageReader:
         self.unread: list[str] = []
 
     def message(self, message: Any, name: str) -> Message:
-        """As `message_of`; unknown fields are noted."""
+        """Like `message_of`; unknown fields are recorded."""
         if isinstance(message, Mapping):
             fields = {"role", "from", "content", "value", *EXTRAS, *TRAINS, *IDLE, "reasoning", "function_call"}
             self.unread += [f"messages[].{key}" for key in Fields(message, fields).left()]
@@ -117,7 +117,7 @@ def filled(fields: Mapping[str, Any], *keys: str) -> Any:
 
 
 def _only(fields: Mapping[str, Any], name: str, key: str, other: str) -> Any:
-    """The value under two names for one thing.  Raises DataError if both are set and differ."""
+    """The value of a field that has two names.  Raises DataError if both are set and differ."""
     values = [fields[each] for each in (key, other) if fields.get(each) is not None]
     filled = [value for value in values if value != ""] or values
     roles = [ROLES.get(value, value) if key == "role" and isinstance(value, str) else value for value in filled]
@@ -143,7 +143,7 @@ def _calls(text: str, name: str) -> list[dict[str, Any]]:
         calls = None
     calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise DataError(f"{name}: a call of a tool must be JSON with its name and arguments, got {text!r:.80}; {SKIP}")
+        raise DataError(f"{name}: a tool call must be JSON with a name and arguments, got {text!r:.80}; {SKIP}")
     return calls
 
 

@@ -1,8 +1,8 @@
 """The conversations of a run: from several sources, filtered, chosen by weight and seed, and read as often as needed.
 
 The first reading keeps 40 bytes per conversation: hashes of its questions, its id, both together and its opening, and
-its sizes.  They decide which conversations are used and which answers are theirs; a second reading returns their texts,
-mixed.  Texts are never kept: two million conversations take hardly more memory than two thousand.
+its sizes.  They decide which conversations are used and which answers belong to them; a second reading returns their
+texts, mixed.  Texts are never kept: two million conversations take hardly more memory than two thousand.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Selection:
     config: Config = field(default_factory=Config)
     parts: Sequence[ScannedSource] = ()
     contaminated: list[dict[str, Any]] = field(default_factory=list)
-    """The first conversations left out because an evaluation asks the same, and what they share with it."""
+    """The first conversations left out because an evaluation asks the same question, and what they share with it."""
     evaluated: int = 0
     """Number of evaluation prompts that were looked up."""
 
@@ -74,7 +74,7 @@ class Selection:
     def available(self) -> int | None:
         """Number of rows of the sources, used or not.
 
-        None if one is a data set of the hub or `packages:…`, which are not read to their end.
+        None if one is a data set on the hub or `packages:…`, which are not read to the end.
         """
         if any((part.source.path or "packages:").startswith("packages:") for part in self.parts):
             return None
@@ -132,7 +132,7 @@ class Selection:
         counts = [part.count for part in self.parts]
         readers, taken = [_again(part, self.config) for part in self.parts], [0] * len(counts)
         for _ in range(sum(counts)):
-            # the share of each source that is done with its next conversation
+            # the share of each source that is consumed by its next conversation
             shares = [(done + 0.5) / count if done < count else 2.0 for done, count in zip(taken, counts, strict=True)]
             at = shares.index(min(shares))
             taken[at] += 1
@@ -218,12 +218,14 @@ def select(config: Config, skipped: Skipped | None = None, evaluated: Evaluation
     choose(training, config)
     if not sum(part.count for part in training):
         why = ", ".join(f"{count:,} {reason}" for reason, count in selection.left_out.most_common())
-        raise NothingLeft(f"nothing is left of {config.label}: {why}; give other sources, or change prepare's filters")
+        raise NothingLeft(
+            f"no conversations are left in {config.label}: {why}; give other sources, or change prepare's filters"
+        )
     return selection
 
 
 def _held_out(config: Config, skipped: Skipped) -> list[ScannedSource]:
-    """The held-out source, if there is one.  It never trains, so it may share questions with an evaluation."""
+    """The held-out source, if there is one.  It is never trained on, so it may share questions with an evaluation."""
     source = config.held_out
     if source is None:
         return []
@@ -294,7 +296,7 @@ def _refused(conversation: Conversation, config: Config) -> str:
 
 
 def _key(conversation: Conversation, config: Config) -> int:
-    """Hash of the questions and, if those of the source train, of the answers."""
+    """Hash of the questions and, if the source's own answers are trained on, of the answers."""
     return content_key(conversation.content(answered=not config.regenerate))
 
 

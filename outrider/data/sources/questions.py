@@ -35,7 +35,7 @@ class Function(NamedTuple):
     """A function of a module, as source text."""
 
     place: str
-    """Its module and the number of its first line."""
+    """Its module and first line number."""
     name: str
     description: str
     """First paragraph of its docstring, on one line."""
@@ -43,7 +43,7 @@ class Function(NamedTuple):
 
 
 def questions(modules: Iterable[Module], seed: str) -> Iterator[tuple[str, str]]:
-    """(id, question) about every function of these modules that has a description, shuffled by `seed`.
+    """(id, question) for every function of these modules that has a description, shuffled by `seed`.
 
     The first function of every module comes before the second of any.
     """
@@ -60,7 +60,7 @@ def functions(module: Module) -> Iterator[Function]:
     """The short functions of a module that have a description; none if it is not valid Python."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about string escapes in that source
+            warnings.simplefilter("ignore")  # warns about string escapes in that source
             tree = ast.parse(module.text)
     except (SyntaxError, ValueError):
         return

@@ -39,14 +39,14 @@ Row = tuple[str, Any]
 LIBRARY_COUNT = 1000
 """Default number of pieces of installed source."""
 SHORT, LONG = 240, 600
-"""Characters of a prompt to train on, short since prompts cost time and don't train, and of other prompts."""
+"""Characters of a training prompt (short, since prompts cost time and are not trained on), and of other prompts."""
 ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
 TABLES = (".parquet", ".arrow")
 ABOUT = ("", ".md", ".py", ".yaml", ".yml")
-"""Endings of files that describe a data set."""
+"""Names of files that describe a data set."""
 SPLIT = re.compile("train|test|valid|dev|eval")
 NAMED = 3
-"""Files that a warning names."""
+"""Number of files that a warning names."""
 MIB = 2**20
 ROW_BYTES = 64 * MIB
 """Maximum bytes of a row; a longer one means that the file is damaged."""
@@ -59,9 +59,9 @@ class Skipped:
 
     reasons: list[str] = field(default_factory=list)
     unread: Counter[str] = field(default_factory=Counter)
-    """Fields that no layout knows, with the number of rows in which they are set."""
+    """Fields unknown to all layouts, with the number of rows in which they are set."""
     unstable: int = 0
-    """Answers of a source that do not train, since their boundaries in the rendering are uncertain."""
+    """Answers from a source that are not trained on, since their boundaries in the rendered text are uncertain."""
 
     def usable(self, items: Iterable[T], parse: Callable[[T], U], skip_bad: bool) -> Iterator[U]:
         """`parse(item)` of every item; with `skip_bad`, an item that raises DataError is noted and skipped."""
@@ -91,7 +91,7 @@ def rows(source: Source, skip_bad: bool, skipped: Skipped, seed: int = 0) -> Ite
 
 
 def files_of(source: Source) -> list[Path]:
-    """The files of a source, sorted by name; empty for installed source and data sets of the hub."""
+    """The files of a source, sorted by name; empty for installed source and data sets on the hub."""
     if source.path is None or source.is_built_in:
         return []
     path = Path(source.path).expanduser()
@@ -119,7 +119,7 @@ def _warn_once(message: str) -> None:
 
 
 def _warn_of_others(folder: Path, files: list[Path], others: list[Path]) -> None:
-    """Log once which files of a folder are not read, and that those of several splits are."""
+    """Log once which files of a folder are not read, and whether those of several splits are."""
     if others:
         names = ", ".join(str(file.relative_to(folder)) for file in others[:NAMED])
         _warn_once(
@@ -135,7 +135,7 @@ def _warn_of_others(folder: Path, files: list[Path], others: list[Path]) -> None
 def _of_file(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[Row]:
     kind = path.suffix.lower()
     if kind not in ENDINGS:
-        raise DataError(f"{path} is of an unknown kind; give a file that ends in {', '.join(ENDINGS)}")
+        raise DataError(f"{path} has an unknown type; give a file that ends in {', '.join(ENDINGS)}")
     if (problem := unreadable(path)) is not None:
         raise DataError(problem)
     if kind in TABLES:
@@ -295,7 +295,7 @@ def _listed(path: Path, text: "_Text") -> Iterator[Row]:
                 text.take(1)
         text.take(1)
         if text.next_letter():
-            raise text.error("something follows the list's end")
+            raise text.error("there is text after the end of the list")
 
 
 class _Text:
@@ -354,7 +354,7 @@ class _Text:
             return value
 
     def _more(self) -> bool:
-        """Read as much again as is buffered, so that the total time for a long row stays linear."""
+        """Double the buffer, so that the total time for a long row stays linear."""
         self._text, self._at = self._text[self._at :], 0
         try:
             data = self._file.read(max(PIECE, len(self._text)))
@@ -380,10 +380,10 @@ def _hub(source: Source, seed: int) -> Iterator[Row]:
 
 @functools.lru_cache(8)
 def data_set(source: Source, seed: int = 0) -> Any:
-    """A data set of the hub: downloaded, or streamed if only some of its rows are used."""
+    """A data set on the hub: downloaded, or streamed if only some of its rows are used."""
     assert source.name is not None
     if (problem := missing_path(source.name)) is not None:
-        raise DataError(f"{problem}; name a file of prompts, a data set of the hub, or stdlib:train")
+        raise DataError(f"{problem}; name a file of prompts, a data set on the hub, or stdlib:train")
     import datasets  # takes a second
 
     is_streamed = source.count is not None

@@ -1,4 +1,4 @@
-"""Rows of tables: Parquet and Arrow files, folders written by `datasets`' save_to_disk, data sets of the hub.
+"""Rows of tables: Parquet and Arrow files, folders written by `datasets`' save_to_disk, data sets on the hub.
 
 A table has one type per column, so each struct has the fields of all rows, with null for those a row lacks.  Such
 fields were never in the row and are removed.
@@ -46,12 +46,12 @@ def rows_of(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def plain_row(row: Any) -> Any:
-    """A row of a table as it was before: without null fields, and with the types that JSON has."""
+    """A row of a table as it was originally: without null fields, and with JSON types."""
     return _plain(without_nulls(row))
 
 
 def _plain(value: Any) -> Any:
-    """A table's value as JSON has it: times as in ISO 8601, decimals as numbers, bytes as text."""
+    """A table's value in JSON: times in ISO 8601, decimals as numbers, bytes as text."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -72,11 +72,13 @@ def _parquet(path: Path) -> Iterator[Any]:
 
     with pyarrow.parquet.ParquetFile(path, thrift_string_size_limit=MOST, thrift_container_size_limit=MOST) as file:
         _refuse_repeated(file.schema_arrow.names)
-        yield from file.iter_batches(batch_size=BATCH, use_threads=False)  # a thread could not report a lack of memory
+        yield from file.iter_batches(
+            batch_size=BATCH, use_threads=False
+        )  # a thread could not report it if memory ran out
 
 
 def _refuse_repeated(columns: list[str]) -> None:
-    """Raises ValueError for two columns of one name, of which a row would have only the last."""
+    """Raises ValueError for two columns of the same name, since a row would keep only the last."""
     if repeated := sorted(name for name, count in Counter(columns).items() if count > 1):
         raise ValueError(f"it has more than one column {repeated[0]!r}")
 
@@ -107,7 +109,7 @@ def saved_files(folder: Path, split: str) -> list[Path] | None:
         splits = _json(folder / SPLITS).get("splits")
         if not isinstance(splits, list) or split not in splits:
             raise DataError(
-                f"{folder} has the splits {splits}, and not {split!r}; name one with `split`, or its folder"
+                f"{folder} has the splits {splits}, but not {split!r}; name one with `split`, or its folder"
             )
         folder = folder / split
     if not (folder / STATE).exists():

@@ -1,14 +1,14 @@
 """DFlash: draft a whole block in one pass, from the target's own hidden states.  (arXiv 2602.06036.)
 
-States of a few target layers, fused, are extra keys and values in every layer of a small transformer.  A block is the
-anchor and masks; its tokens attend to each other in both directions and to all context before the anchor.  Every slot
-of the block predicts independently.
+Fused states of a few target layers provide extra keys and values in every layer of a small transformer.  A block
+consists of the anchor and mask tokens; they attend to each other in both directions and to all context before the
+anchor.  Every slot of the block predicts independently.
 
 There are two layouts with the same weights.  DSpark's is the default: the anchor's slot predicts the first token, so K
 inputs give K drafts.  The paper's is `anchor_predicts: no`: every mask predicts the token at its own position and the
 anchor's slot predicts nothing, so K drafts take K masks.
 
-Differs from the paper: the default layout, and training samples new anchors in every batch.
+Differs from the paper in the default layout, and in that training samples new anchors for every batch.
 
 Use it if a draft must cost exactly one pass, however long it is.  Its later slots do not see the earlier ones, which
 `dspark` and `domino` fix at a small cost.
@@ -37,7 +37,7 @@ METHOD = Method(
                     "platform": "cpu",
                     "what": (
                         "vLLM 0.32.0 for CPUs norms DFlash's context keys of every layer by the first layer's "
-                        "k_norm: fewer tokens are accepted than could be (measured here; on GPUs not measured)"
+                        "k_norm: fewer tokens are accepted than could be (measured here; not measured on GPUs)"
                     ),
                 },
                 {
@@ -54,7 +54,7 @@ METHOD = Method(
         },
         "llamacpp": {
             "name": "draft-dflash", "formats": ("gguf",), "cuts": True,
-            # its draft-dflash reads no anchor's slot; such a file has a Markov head of zeros
+            # its draft-dflash does not read the anchor's slot; such a file has a Markov head of zeros
             "in_anchor": "draft-dspark",
         },
     },

@@ -41,7 +41,7 @@ def of_gguf(config: Config, target: TransformersTarget) -> dict[str, Any]:
 
 
 def gguf_weights(path: Path) -> dict[str, Tensor]:
-    """The weights of a file, without a Markov head of zeros; see `zero_head`."""
+    """The weights of a file, excluding a Markov head of zeros; see `zero_head`."""
     weights = drafters.read(path)
     has_head = any(weights[name].any() for name in drafters.MARKOV if name in weights)
     return weights if has_head else {name: weight for name, weight in weights.items() if name not in drafters.MARKOV}

@@ -1,17 +1,18 @@
-"""DFlash 2: DFlash, convolutions that make a block coherent, and a choice among candidates.  (Inco AI, August 2026.)
+"""DFlash 2: DFlash plus convolutions that make a block coherent, and a choice among candidates.  (Inco AI, August
+2026.)
 
-Short convolutions, whose coefficients follow from their input, go around every sublayer of DFlash's backbone.  The
-`candidates` likeliest tokens of every row are scored in pairs with those of the row before.  The draft is a path: at
-each row the best candidate after the previous choice, or a draw from their softmax, which is q.  With `nodes` it is the
-tree of the likeliest paths, each branch conditional on its parents.
+Short convolutions with input-dependent coefficients surround every sublayer of DFlash's backbone.  The `candidates`
+likeliest tokens of every row are scored in pairs with those of the previous row.  The draft is a path: at each row the
+best candidate given the previous choice, or a sample from their softmax, which is q.  With `nodes` it is the tree of
+the likeliest paths, each branch conditioned on its ancestors.
 
-Differs from the published method: trees; the pairs are trained by the target's distribution over the candidates and, as
-one, all other tokens, without a gradient to the backbone unless `selector_gradient`; the codebook of predecessors is
-initialised as a projection of the target's embedding; a draft's confidences are the path's probabilities before each
-token is drawn.
+Differs from the published method: it supports trees; the pairs are trained on the target's distribution over the
+candidates plus one class for all other tokens, without a gradient to the backbone unless `selector_gradient` is set;
+the codebook of predecessors is initialised as a projection of the target's embedding; a draft's confidences are the
+path's probabilities before each token is drawn.
 
-Use it in place of `dflash` if your engine supports it, or if trees are verified.  Its pairs need many answers before
-they help, and are off until they do.
+Use it in place of `dflash` if your engine supports it, or if trees can be verified.  Its pairs need many training
+answers to help, and are off until they do.
 """
 
 from __future__ import annotations
@@ -75,14 +76,15 @@ METHOD = Method(
 class Config(BackboneConfig):
     kind: Literal["dflash2"] = "dflash2"
     anchor_predicts: bool = False
-    """The anchor's slot predicts the first token, and masks the next ones; no: each mask predicts its own position, as
-    the released drafts do."""
+    """The anchor's slot predicts the first token and masks predict the next ones; no: each mask predicts its own
+    position, as in the released drafts.
+    """
     candidates: PositiveInt = 16
     """Candidates per row, the likeliest tokens.  For k of them, llama.cpp needs a hidden size of at least k (k + 1)."""
     rank: PositiveInt = 256
-    """Rank of the scores of pairs."""
+    """Rank of the pair scores."""
     conv_taps: PositiveInt = 2
-    """Rows that a convolution mixes: a row and those just before it."""
+    """Number of rows that a convolution mixes: a row and those just before it."""
     conv_group: PositiveInt = 16
     """Channels per group that shares input-dependent coefficients of a convolution; it must divide the hidden size."""
     window: PositiveInt | None = None
@@ -91,16 +93,16 @@ class Config(BackboneConfig):
     nodes: NonNegativeInt = 0
     """Nodes of a draft tree: the likeliest paths at temperature 0, else drawn siblings.  0 drafts one path."""
     selector_loss: Literal["kl", "ce"] = "kl"
-    """Labels of the pairs: the target's distribution over the candidates, or the token that followed."""
+    """Labels of the pairs: the target's distribution over the candidates, or the actual next token."""
     selector_start: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the training, 0 to 1, after which the pairs are trained."""
+    """Share of training, 0 to 1, after which the pairs are trained."""
     selector_gradient: bool = False
-    """The loss of the pairs also trains the backbone."""
+    """Whether the loss of the pairs also trains the backbone."""
 
     @model_validator(mode="after")
     def _fits(self) -> Config:
         if self.siblings:
-            raise ValueError(f"siblings {self.siblings} are a setting of dflash; set nodes for a tree of the pairs")
+            raise ValueError(f"siblings {self.siblings} is a setting of dflash; set nodes for a tree from the pairs")
         if self.window is not None and self.window <= self.block:
             raise ValueError(f"window {self.window} must be above block {self.block}: a block attends to all of itself")
         return self
@@ -126,7 +128,7 @@ class Model(LatticeModel):
         self.candidate_selector.begin(target.embed(torch.arange(target.spec.vocabulary, device=target.device)))
 
     def over_all_tokens(self) -> BlockModel:
-        """Also applies the pairs' share: a selector that is off gets a codebook of zeros."""
+        """Also applies the pairs' weight: a selector that is off gets a codebook of zeros."""
         whole = super().over_all_tokens()
         share = self.candidate_selector.share
         if float(share) == 1.0:
@@ -160,7 +162,7 @@ class Model(LatticeModel):
         return {"selector": selector_loss(scores, best.rest, p)}
 
     def settled(self, held_out: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """Turn the pairs on if their walk gets further than the rows' own choices."""
+        """Turn the pairs on if the path they choose is accepted further than the rows' own first choices."""
         helps = held_out.get("tokens_walk", 0.0) > held_out.get("tokens_unary", 0.0)
         return {"candidate_selector.share": torch.tensor(float(helps))}
 
@@ -171,7 +173,7 @@ class Model(LatticeModel):
 
 
 def selector_loss(scores: Tensor, rest: Tensor, p: Tensor) -> Tensor:
-    """[m] forward KL over the candidates and, as one, all other tokens.
+    """[m] forward KL over the candidates plus one class for all other tokens.
 
     scores [m, k] and rest [m] as in `Lattice`; p [m, k], target probabilities of the candidates.
     """
@@ -187,7 +189,7 @@ def shares(target: Tensor, columns: Tensor) -> Tensor:
 
 
 def hits(labels: Tensor, columns: Tensor) -> Tensor:
-    """[m, k], 1 for the token that followed and 0 for others; all 0 if it is no candidate."""
+    """[m, k], 1 for the actual next token and 0 for others; all 0 if it is not a candidate."""
     return (columns == labels[:, None]).float()
 
 

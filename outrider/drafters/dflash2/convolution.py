@@ -1,8 +1,8 @@
-"""Short convolutions around a sublayer, whose coefficients follow from each row's input.  (DFlash 2, Inco AI 2026.)
+"""Short convolutions around a sublayer, whose coefficients depend on each row's input.  (DFlash 2, Inco AI 2026.)
 
-Before the sublayer and after it every row is mixed with the rows just before it in its block, channel by channel.  The
-coefficients are a learnt kernel plus a projection of the sublayer's input, which the channels of a group share.  They
-reduce the loss of accuracy towards a block's end, whose rows see each other only through attention otherwise.
+Before and after the sublayer, every row is mixed channel by channel with the rows just before it in its block.  The
+coefficients are a learnt kernel plus a projection of the sublayer's input, shared by the channels of a group.  They
+reduce the loss of accuracy towards a block's end, where rows would otherwise see each other only through attention.
 
 B sequences, n rows, H hidden size, T taps, G groups of g channels.
 """
@@ -23,7 +23,7 @@ class DynamicConvolution(nn.Module):
     drafts."""
 
     def __init__(self, hidden: int, taps: int, group: int, width: int):
-        """taps: rows that are mixed, including the row itself.  width: rows of a block; blocks are not mixed.
+        """taps: number of rows mixed, including the row itself.  width: rows of a block; blocks are not mixed.
 
         Raises DrafterError for groups that don't divide the hidden size.
         """

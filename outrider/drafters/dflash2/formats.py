@@ -1,10 +1,10 @@
-"""DFlash 2 in the formats of other programs: its authors' folders, which vLLM and SGLang read too; speculators; GGUF.
+"""DFlash 2 in the formats of other programs: its authors' folders, which vLLM and SGLang also read; speculators; GGUF.
 
-The authors' folders have `block_size` within `dflash_config`, and the window of their layers.  There, a layer with a
+The authors' folders have `block_size` and the window of the layers within `dflash_config`.  There, a layer with a
 window is causal within its block unless `is_causal` is false, which would lose most of the acceptance; so a folder
 without `is_causal` is refused.  Codebooks have no `.weight`.
 
-A selector that does not help is written with a codebook of zeros: then every row's own choice is drafted.
+A selector that does not help is written with a codebook of zeros, so that every row's own choice is drafted.
 """
 
 from __future__ import annotations

@@ -14,14 +14,15 @@ from outrider.nn.drafting.lattice import Candidates, Lattice
 class PairSelector(nn.Module):
     """score(a, b) = logit(b) + sum_j A[a, j] (W z)[j] C[b, j]; parameter names follow the released drafts.
 
-    C is zero at first, so a score is the row's own logit.
+    C starts at zero, so that a score is the row's own logit.
     """
 
     defaults = ("share",)
     """Saved buffers that other checkpoints may lack; they keep their initial values."""
     share: Tensor
-    """Weight of the pairs in serving: 1, or 0 if drafts of held-out answers were better without them; unused in
-    training."""
+    """Weight of the pairs in serving: 1, or 0 if drafts on held-out answers were better without them; unused in
+    training.
+    """
 
     def __init__(self, vocabulary: int, hidden: int, rank: int):
         super().__init__()
@@ -50,7 +51,8 @@ class PairSelector(nn.Module):
         return best.logits + (self.successor_codebook[best.ids] @ context[..., None])[..., 0]
 
     def lattice(self, states: Tensor, anchors: Tensor, best: Candidates) -> Lattice:
-        """All pairs of neighbouring rows, weighted by `share`: states [B, K, H], anchors [B]; best [B, K, k] with the
+        """Scores of all pairs in neighbouring rows, weighted by `share`: states [B, K, H], anchors [B]; best [B, K, k]
+        with the
         target's ids."""
         projected = self.hidden_projection(states) * self.share
         after = self.successor_codebook[best.ids].transpose(-1, -2)

@@ -1,18 +1,18 @@
 """Domino: a block drafted in parallel, then corrected by a GRU that reads its tokens so far.  (arXiv 2605.29707.)
 
-A DFlash backbone gives a state z_k and base logits for every slot at once.  From the second slot on a causal head adds
-the low-rank U2 SiLU(U1 [z_k; s_k]), where s_k is the state of a GRU that has read the embeddings of the anchor and of
-the tokens drafted before slot k.  A Markov head sees only the previous token, this one the whole block so far.
+A DFlash backbone gives a state z_k and base logits for every slot at once.  From the second slot on, a causal head adds
+the low-rank term U2 SiLU(U1 [z_k; s_k]), where s_k is the state of a GRU that has read the embeddings of the anchor and
+of the tokens drafted before slot k.  A Markov head sees only the previous token; this one sees the whole block so far.
 
-Base-anchored curriculum: the loss is (1 - lam) of the corrected logits' and lam of the base logits', lam falling from 1
-to 0 over the first part of training, so that the backbone learns to draft by itself before the head relies on it.  U2
-is zero at first, so all logits are the base's.
+Base-anchored curriculum: the loss is (1 - lam) times that of the corrected logits plus lam times that of the base
+logits, with lam falling from 1 to 0 over the first part of training, so that the backbone learns to draft by itself
+before the head relies on it.  U2 starts at zero, so that all logits are the base's.
 
-Differs from the paper: each block trains by its base logits with probability lam, else by the corrected ones.  This is
-the paper's loss in expectation, for any loss and any weights of rows, with one head per row instead of two.
+Differs from the paper: each block is trained on its base logits with probability lam, otherwise on the corrected ones.
+This is the paper's loss in expectation, for any loss and any weights of rows, with one head per row instead of two.
 
 Use it for long blocks, whose later slots depend on more than the token before.  On the demo target's short blocks,
-`dspark` has a higher acceptance.
+`dspark` has higher acceptance.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Config(BackboneConfig):
     rank: PositiveInt = 256
     """Rank of the low-rank correction."""
     pure_prefix: NonNegativeInt = 1
-    """First slots of a block whose base logits are not corrected."""
+    """Number of leading slots of a block whose base logits are not corrected."""
     curriculum: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of the training, 0 to 1, over which the weight of the base logits' loss falls from 1 to 0."""
+    """Share of training, 0 to 1, over which the weight of the base logits' loss falls from 1 to 0."""
     decay: Decay = 7.0
 
 
@@ -127,7 +127,7 @@ class DominoRows(BlockRows):
 
 
 def base_share(progress: float, curriculum: float) -> float:
-    """lam, the share of the base logits in the loss: 1 at first, 0 from `curriculum` on."""
+    """lam, the share of the base logits in the loss: initially 1, 0 from `curriculum` on."""
     return max(0.0, 1 - progress / curriculum) if curriculum else 0.0
 
 

@@ -1,10 +1,10 @@
 """DSpark: a block drafted in parallel, then corrected left to right by a small head.  (arXiv 2607.05147.)
 
-A DFlash backbone gives logits for every slot at once.  A low-rank Markov head corrects each slot by the token drafted
-before it, and a confidence head predicts how likely each slot is accepted.  The paper's loss:
-0.1 CE + 0.9 L1 (twice TV) + binary cross-entropy of the confidence against the expected acceptance.
+A DFlash backbone gives logits for every slot at once.  A low-rank Markov head corrects each slot given the token
+drafted before it, and a confidence head predicts how likely each slot is to be accepted.  The paper's loss: 0.1 CE +
+0.9 L1 (twice TV) + binary cross-entropy of the confidence against the expected acceptance.
 
-Differs from the paper: the last token of a prompt is an anchor too, since serving drafts from there; W1 is initialised
+Differs from the paper: the last token of a prompt is an anchor too, since serving drafts from it; W1 is initialised
 as a projection of the target's embedding.  Its load-aware scheduler is a policy, not part of the drafter.
 
 Use it first: it is the fastest of the methods trained on the demo target, and its confidences let a policy end a draft

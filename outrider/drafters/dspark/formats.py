@@ -94,7 +94,7 @@ def calibration(source: Source) -> str | None:
     head: Any = source.model.confidence_head
     if head is None or (not head.shifts.any() and bool((head.temperatures == 1).all())):
         return None
-    return "the calibration of its confidences is left out: --spec-draft-p-min compares them as they were trained"
+    return "the calibration of its confidences is left out: --spec-draft-p-min uses them as they were trained"
 
 
 GGUF = [

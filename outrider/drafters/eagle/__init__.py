@@ -3,16 +3,16 @@
 The feature is the state that the target's head reads.  fc fuses [embedding of token i + 1; feature i].  One decoder
 layer without an input norm predicts feature i + 1 from that, and the target's own head gives its logits.  The next step
 reads the prediction as its feature.  The paper's loss: 1.0 smooth-L1 of the feature + 0.1 cross entropy against the
-target's distribution (KL up to a constant), on true features with uniform noise in place of prediction errors.  Trees,
-with `width` above 1, are EAGLE-2's (arXiv 2406.16858).
+target's distribution (KL up to a constant), on true features with uniform noise in place of prediction errors.  Trees
+(`width` above 1) are EAGLE-2's (arXiv 2406.16858).
 
-Assumes that features continue more regularly than tokens do.
+Assumes that features are easier to extrapolate than tokens.
 
 Differs from the paper: the feature is taken after the target's final norm, where the head reads it, in every family;
-the noise is drawn anew in every step; `ttt` above 1 unrolls further steps.
+new noise is drawn in every step; `ttt` above 1 unrolls further steps.
 
 Use it if only the target's last state can be read.  On the demo target it learnt more than EAGLE-3 in the same time,
-less in the same number of steps.
+but less in the same number of steps.
 """
 
 from __future__ import annotations

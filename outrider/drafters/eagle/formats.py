@@ -1,7 +1,7 @@
 """EAGLE and EAGLE-2 as their authors release them; read only, since engines load these folders directly.
 
-Weights have Outrider's names.  The config is often only a Llama's, so the format is recognised by its `fc`.  The stored
-embedding must be the target's.
+Weights have the same names as in Outrider.  The config is often only a Llama's, so the format is recognised by its
+`fc`.  The stored embedding must be the target's.
 """
 
 from __future__ import annotations

@@ -3,18 +3,18 @@
 States of low, middle and high layers become one feature g = fc([low; mid; high]).  A layer reads [norm(embedding of
 token i + 1); norm(g_i)] and adds to g_i; its output goes to the head and is the next step's g.  Training unrolls `ttt`
 such steps, so that drafting sees the same inputs as training.  The paper's loss: cross entropy against the target's
-distribution (KL up to a constant), step s weighted 0.8 ** s.  Trees are EAGLE-2's (arXiv 2406.16858).
+distribution (KL up to a constant), with step s weighted by 0.8 ** s.  Trees are EAGLE-2's (arXiv 2406.16858).
 
 Assumes that the target's layers fuse linearly and that one layer is enough for a few tokens.
 
 Options from later work: `fc_norm` and `norm_output` (EAGLE-3.1); `gated` attention as in Baichuan-M3 (arXiv
 2602.06570), whose formula is not public: ours scales the attention's output by sigmoid(W x + b) before o_proj;
-`aggregate: metaquery` (Hyper-Bagel, arXiv 2509.18824): learned queries attend to a token's taps, added to fc, zero at
-first.
+`aggregate: metaquery` (Hyper-Bagel, arXiv 2509.18824): learned queries attend to a token's taps, added to fc, initially
+zero.
 
 Differs from the paper: the head is the target's own, over all tokens, unless `vocabulary` is set.  The target's
 distribution
-is not renormalised over a reduced vocabulary, so tokens outside count as rejected.  Rollouts end with their text or
+is not renormalised over a reduced vocabulary, so tokens outside it count as rejected.  Rollouts end with their text or
 mask and do not continue over padding.
 
 Use it if your engine has no block drafter, or if a released head exists for your target.
@@ -80,8 +80,9 @@ class Config(RecurrentConfig):
     """Target layers it reads, counted from 0; by default three: the second, the one before the middle, the fourth
     last."""
     vocabulary: PositiveInt | None = None
-    """Number of tokens it can draft, the most frequent ones, by a trained head; by default all, by the target's
-    head."""
+    """Number of tokens it can draft (the most frequent ones), with a trained head; by default all tokens, with the
+    target's head.
+    """
     qk_norm: bool = False
     """Normalise queries and keys, as in Qwen3's layers but not in Llama's."""
     fc_norm: bool = False
@@ -93,7 +94,7 @@ class Config(RecurrentConfig):
     gated: bool = False
     """Gate the attention's output by the layer's input."""
     aggregate: Literal["fc", "metaquery"] = "fc"
-    """How taps are fused: by a linear layer, with metaquery also by learned queries."""
+    """How taps are fused: by a linear layer; with metaquery, also by learned queries."""
     queries: PositiveInt = 4
     """Number of learned queries of `metaquery`."""
 

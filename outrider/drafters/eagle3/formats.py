@@ -24,7 +24,7 @@ REFUSES = (
     only("gated", False, "gated attention has no key there; train with gated: no"),
     only("aggregate", "fc", "learned queries have no key there; train with aggregate: fc"),
 )
-"""Settings that no format has keys for."""
+"""Settings for which no format has a key."""
 
 
 # ── speculators ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -81,7 +81,7 @@ SGLANG_REFUSES = (
 # ── DeepSpec ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 DEEPSPEC = ("Qwen3Eagle3Model", "Eagle3DraftModel")
-PLAIN = "its EAGLE-3 norms queries and keys, drafts all tokens and has no options; train with qk_norm: yes alone"
+PLAIN = "its EAGLE-3 normalises queries and keys, drafts all tokens and has no options; train with only qk_norm: yes"
 DEEPSPEC_REFUSES = (
     only("qk_norm", True, PLAIN), only("vocabulary", None, PLAIN), *(only(flag, False, PLAIN) for flag in FLAGS),
     *REFUSES,
@@ -128,7 +128,7 @@ def of_gguf(config: Config, target: TransformersTarget) -> dict[str, Any]:
 
 def three(source: Source) -> str | None:
     if (count := len(source.model.taps)) != 3:
-        return f"llama.cpp's EAGLE-3 reads three layers, and this one reads {count}; train with three taps"
+        return f"llama.cpp's EAGLE-3 reads three layers, but this one reads {count}; train with three taps"
     return None
 
 

@@ -3,15 +3,15 @@
 
 Head k, counted from 0, reads the state before the anchor and predicts the token k + 1 positions after the anchor: x +
 SiLU(W x), then an output matrix.  Heads do not see each other's tokens, so a chain of first choices is a poor draft,
-and a tree of likely combinations a good one.  Training counts how often the choice of each rank is right, and the draft
-has the nodes with the largest products of these accuracies.  This assumes that heads err independently.
+while a tree of likely combinations is a good one.  Training counts how often the choice of each rank is right, and the
+draft consists of the nodes with the largest products of these accuracies.  This assumes that heads err independently.
 
-With `sequential`, head k also reads the words before its own, the anchor first: y = [x; words], R y + SiLU(W y).
-(Hydra, arXiv 2402.05109; its prefix attention is left out.)
+With `sequential`, head k also reads the tokens before its own, starting with the anchor: y = [x; words], R y +
+SiLU(W y). (Hydra, arXiv 2402.05109; its prefix attention is left out.)
 
-Differs from the paper: the output matrix is the target's unless `head` is own, so a head has H * H weights and trains
-fast; accuracies are counted in training, not on held-out texts; verification is exact, not by typical acceptance; above
-temperature 0 nodes are drawn, since more of them are accepted than of the likeliest.
+Differs from the paper: the output matrix is the target's unless `head` is own, so a head has only H * H weights and
+trains fast; accuracies are counted in training, not on held-out texts; verification is exact, not by typical
+acceptance; above temperature 0 nodes are sampled, since more of them are accepted than of the likeliest ones.
 
 Use it if drafting must take almost no time: it needs a few matrix products on an existing state.  Prefer `sequential`
 if your engine supports it.
@@ -60,7 +60,7 @@ METHOD = Method(
             "name": "medusa",
             "formats": ("medusa",),
             "until": (0, 33),
-            "bad": ({"versions": "0\\.(3[3-9]|[4-9]\\d).*|[1-9].*", "what": "Medusa is gone from vLLM since 0.33"},),
+            "bad": ({"versions": "0\\.(3[3-9]|[4-9]\\d).*|[1-9].*", "what": "vLLM dropped Medusa in 0.33"},),
         },
     },
     instead={
@@ -72,7 +72,7 @@ METHOD = Method(
 )  # fmt: skip
 
 RANKS = 10
-"""Number of ranks whose accuracies are counted, per head."""
+"""Number of ranks per head whose accuracies are counted."""
 KEEP = 0.95
 """Weight of the previous accuracies in the moving average over batches."""
 
@@ -84,18 +84,19 @@ class Config(Base):
     layers: PositiveInt = 1
     """Residual blocks per head."""
     head: Literal["target", "own"] = "target"
-    """Output matrix: the target's, frozen, or one per head, initialised as the target's, with V * H weights."""
+    """Output matrix: the target's (frozen), or one per head with V * H weights, initialised from the target's."""
     sequential: bool = False
     """Heads read the drafted tokens before their own (Hydra): better at depth, and drafted level by level."""
     nodes: PositiveInt = 16
-    """Nodes of the tree, those that were most often right in training."""
+    """Number of nodes of the tree: those that were most often right in training."""
     tree: tuple[tuple[NonNegativeInt, ...], ...] | None = None
     """The tree as paths of ranks, such as [[0], [0, 0], [1]], parents before children and the most promising first."""
     drawn: bool = True
-    """Draw the nodes of sampled requests, siblings without replacement; no: use the likeliest tokens, as at temperature
+    """Sample the nodes of sampled requests, siblings without replacement; no: use the likeliest tokens, as at
+    temperature
     0."""
     anchors: PositiveInt | None = None
-    """Most positions trained per text and step; by default all."""
+    """Maximum number of positions trained per text and step; by default all."""
     device: str | None = None
     """Device of the drafter, such as cuda:1; the target's by default."""
 
@@ -114,7 +115,7 @@ class Config(Base):
                 )
             earlier.add(path)
         if self.tree == ():
-            raise ValueError("tree must have at least one node; leave it out for the best tree by measurement")
+            raise ValueError("tree must have at least one node; leave it out to use the best tree as measured")
         return self
 
 
@@ -194,7 +195,7 @@ def search(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Path, ...
     """The `nodes` paths with the largest products of accuracies [K, R], largest first: the tree with the highest
     expected acceptance.
 
-    A child's product is never above its parent's and of equals the shallower comes first, so every prefix is the best
+    A child's product is never above its parent's and on a tie the shallower comes first, so every prefix is the best
     tree of its size.  Returns fewer paths if there are no more.
     """
     paths: list[Path] = []
@@ -309,7 +310,7 @@ class _Step:
 
 
 def _paths(model: Model) -> tuple[Path, ...]:
-    """The configured tree, or the best by the accuracies; a chain if the target verifies no trees."""
+    """The configured tree, or the best one according to the accuracies; a chain if the target can't verify trees."""
     config = model.config
     chain = tuple((0,) * (k + 1) for k in range(min(config.heads, config.nodes)))
     if not serving.verifies_trees(model.target, "medusa", f"a chain of {len(chain)}, every head's first choice"):
@@ -352,7 +353,7 @@ class Rows(SharedLabels):
             draft = self.model.along(hidden, self.model.words(self._before[anchors]), heads)
             chunk = [(draft.flatten(0, 1), target, part)]
             del draft, target
-            yield chunk.pop()  # no reference stays here, as in `DetachedRows`
+            yield chunk.pop()  # keep no reference here, as in `DetachedRows`
 
     def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         if self.model.training:
@@ -364,7 +365,7 @@ class Rows(SharedLabels):
         """Count the rank of the target's likeliest token in each of these rows."""
         best, ids = target.argmax(-1, keepdim=True), torch.arange(draft.shape[-1], device=draft.device)
         value = draft.gather(-1, best)
-        # in bf16 the best logits are often equal, but only one is the first choice
+        # in bf16 the best logits are often tied, but only one is the first choice
         rank = (draft > value).sum(-1) + ((draft == value) & (ids < best)).sum(-1)
         ranks, is_trained = self.hits.shape[1], self.weight[rows] > 0
         at = self.depth[rows] * ranks + rank.clamp(max=ranks - 1)

@@ -17,7 +17,7 @@ from outrider.formats.layout import Config, Layout, Source, only
 from outrider.targets.hf.transformers import TransformersTarget
 
 DEEPEST, MOST = 4, 16
-"""Most blocks per head, and most heads."""
+"""Maximum number of blocks per head, and of heads."""
 RELEASED = (
     (r"^(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2."),
     (r"^(?:medusa_head\.)?(\d+)\.\d+\.", r"lm_heads.\1."),

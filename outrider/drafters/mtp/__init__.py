@@ -3,7 +3,7 @@
 Module m reads a token and the output of module m - 1 for the token before it; module 0 reads the target's final hidden
 state: eh_proj [enorm(embedding); hnorm(state)], one decoder layer, a norm.  The target's own head reads the output.
 Step k of a draft uses module min(k, modules - 1), so the last one continues with its own output (FastMTP: one module
-for all steps).  Training weighs step k by 0.6 ** k, normalised by the trainer; FastMTP's loss is cross entropy of the
+for all steps).  Training weights step k by 0.6 ** k, normalised by the trainer; FastMTP's loss is cross entropy of the
 text's tokens.
 
 `native` loads the modules of DeepSeek-V3, GLM, Qwen3-Next, MiMo-V2 and others from the target's checkpoint, as
@@ -12,13 +12,13 @@ have DeepSeek-V3's names: layers.m.{enorm, hnorm, eh_proj, input_layernorm, self
 shared_head.norm}, counted from 0; native ones have transformers' names, layers.m.{enorm, hnorm, eh_proj, mtp_block,
 post_norm}.
 
-Assumes that the state which predicts one token also holds something of the next ones.
+Assumes that the state that predicts one token also contains information about the following ones.
 
 Differs from the paper: [embedding; state] is the order of the released weights, not the paper's; the next module reads
 the state after the norm, as in transformers; the target is frozen.  A draft may be a tree.
 
-Use it first if the target ships its modules, since they need no training.  It had the highest acceptance of the methods
-trained on the demo target.
+Use it first if the target ships with such modules, since they need no training.  It had the highest acceptance of the
+methods trained on the demo target.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Config(RecurrentConfig):
     ttt: PositiveInt = 3
     """Steps unrolled in training."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """Weight of a step in training relative to the step before: step s weighs decay ** s."""
+    """Weight of a step in training relative to the previous step: step s has weight decay ** s."""
 
 
 class Module(DecoderLayer):

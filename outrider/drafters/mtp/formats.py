@@ -37,10 +37,10 @@ def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
 
 
 REFUSES = (
-    only("native", False, "its modules are the target's own, which the engine has"),
-    only("modules", 1, "it has {} modules, the format one"),
+    only("native", False, "its modules are the target's own, which the engine already has"),
+    only("modules", 1, "it has {} modules, the format only one"),
 )
-NO_ENGINE = "no engine loads it: of this format vLLM 0.32 takes eagle3, peagle, dflash, dflash2 and dspark"
+NO_ENGINE = "no engine loads it: in this format, vLLM 0.32 supports eagle3, peagle, dflash, dflash2 and dspark"
 NAMES = [
     ("layers.0.eh_proj.weight", "mtp_layers.0.input_proj.weight"),
     ("layers.0.hnorm.weight", "mtp_layers.0.hidden_layernorm.weight"),

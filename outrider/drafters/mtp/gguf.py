@@ -1,12 +1,12 @@
 """MTP as GGUF: the target and the module in one file, since llama.cpp reads the module from the target's file.
 
-llama.cpp has no such module for Qwen3 or Llama, but the one of its `glm4moe` computes the same as ours.  So the
-target's layers are written as that architecture's dense layers, and the module as the layer after them.  The module's
-MLP is a mixture of experts there: ours is the shared expert, and the one routed expert is zero, with a width of 1.  In
-both, the module reads the target's state after the final norm and its own output after its norm.
+llama.cpp has no such module for Qwen3 or Llama, but the one in its `glm4moe` computes the same as ours.  So the
+target's layers are written as that architecture's dense layers, and the module as the layer after them.  There, the
+module's MLP is a mixture of experts: ours becomes the shared expert, and the single routed expert is zero, with a width
+of 1.  In both, the module reads the target's state after the final norm and its own output after its norm.
 
-llama.cpp also reads the first token of a text, with a state of zeros; that pair does not exist here.  So drafts may
-differ from ours, but the text does not.
+llama.cpp also reads the first token of a text, with a state of zeros; here that pair does not exist.  So drafts may
+differ from ours, but the generated text does not.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _target_sizes(source: Source) -> Any:
 
 REFUSES: tuple[Answer, ...] = (
     only("native", False, "its modules are the target's own; use llama.cpp's converter on the target"),
-    only("modules", 1, "it has {} modules, llama.cpp's one"), target, sizes,
+    only("modules", 1, "it has {} modules, llama.cpp only one"), target, sizes,
 )  # fmt: skip
 
 

@@ -31,11 +31,11 @@ from outrider.targets.protocol import Target
 ATTENTION = "outrider"
 """The name of our attention in transformers."""
 Attend = Callable[..., Tensor]
-"""(q, k, v, layer, sinks) to the attention's output, as `nn.blocks.Attend`."""
+"""(q, k, v, layer, sinks) → the attention's output, like `nn.blocks.Attend`."""
 
 
 Causal = Callable[[Tensor, Sequence[AttentionLimit | None]], Attend]
-"""(positions [1, n], limits of each layer) to causal attention over a text at these positions."""
+"""(positions [1, n], limits of each layer) → causal attention over a text at these positions."""
 
 
 class NativeModules:
@@ -65,7 +65,7 @@ class NativeModules:
     def _prove(self, shipped: Any, causal: Causal) -> None:
         """Run the modules with our attention and compare with transformers' own pass.
 
-        Raises DrafterError if they differ: a family may do something unusual.
+        Raises DrafterError if they differ, since a family may do something unusual.
         """
         from transformers import AttentionInterface
         from transformers.cache_utils import MtpCache
@@ -148,7 +148,7 @@ def native_modules(target: Target, is_required: bool, causal: Causal) -> NativeM
 
 
 def modules_on_disk(model: Any) -> int:
-    """Modules in the model's checkpoint that its config does not name, as with Qwen3-Next and Qwen3.5."""
+    """Modules in the model's checkpoint that its config does not mention, as with Qwen3-Next and Qwen3.5."""
     path = model.config.name_or_path
     if not path or not any("mtp" in pattern for pattern in model._keys_to_ignore_on_load_unexpected or ()):
         return 0
@@ -174,9 +174,9 @@ def _file(path: str, name: str) -> str | None:
 
 
 NAMES = {"final_layernorm": "post_norm", "pre_mlp_layernorm": "post_attention_layernorm"}
-"""Names of norms in MiMo-V2's checkpoints to those in transformers."""
+"""Names of norms in MiMo-V2's checkpoints → those in transformers."""
 KINDS = {"mimo_v2_flash": ("sliding_attention", "dense")}
-"""Attention and MLP of a family's modules, if they are not full attention and the MLP of the last layer."""
+"""Attention and MLP of a family's modules, if they differ from full attention and the MLP of the last layer."""
 
 
 @functools.cache

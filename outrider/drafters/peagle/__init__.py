@@ -1,17 +1,18 @@
-"""P-EAGLE: EAGLE-3's pairs with masks after the newest, so that one pass drafts all K tokens.  (arXiv 2602.01469.)
+"""P-EAGLE: EAGLE-3's pairs with mask tokens after the newest one, so that one pass drafts all K tokens.  (arXiv
+2602.01469.)
 
 A pair is a position's fused taps and the next token.  Where EAGLE-3 feeds back its own state, depth d >= 1 of pair i
 reads a learnt feature and a mask token at rotary position i + d.  It attends to the pairs up to i and to its masks of
 depths up to d.  Every depth predicts independently, so q is the softmax of its own row.
 
-Training drops depths by COD (PARD, arXiv 2504.18583): depth d retains a share ratio^d of the positions, never below
+Training drops depths using COD (PARD, arXiv 2504.18583): depth d retains a share ratio^d of the positions, never below
 `floor`, and only positions that depth d - 1 retains.  A dropped depth is absent from the pass.
 
 Differs from the paper: layers have q and k norms (the qwen3 form of the released checkpoints), the head is the target's
-own, frozen, unless `vocabulary` is given; and a text is not split to fit a device: `anchors` bounds the positions
-instead.
+own, frozen, unless `vocabulary` is given; and a text is not split to fit a device: instead, `anchors` limits the number
+of positions.
 
-Use it if the drafter's own passes are the bottleneck: it makes one.  It learns less than EAGLE-3 in the same time.
+Use it if the drafter's own passes are the bottleneck: it needs only one.  It learns less than EAGLE-3 in the same time.
 """
 
 from __future__ import annotations
@@ -65,18 +66,19 @@ class Config(LayerConfig):
     taps: tuple[int, ...] | None = None
     """Target layers it reads, counted from 0; by default three: low, middle and high."""
     vocabulary: PositiveInt | None = None
-    """Number of tokens it can draft, the most frequent ones, by a trained head; by default all, by the target's
-    head."""
+    """Number of tokens it can draft (the most frequent ones), with a trained head; by default all tokens, with the
+    target's head.
+    """
     init_from_layers: tuple[NonNegativeInt, ...] | None = None
     """Target layers, one per draft layer except the first and counted from 0, whose weights the draft layers start
     from; random by default."""
     mask_token: MaskToken = None
     ratio: float = Field(0.7, gt=0, le=1)
-    """Share of the positions, above 0 to 1, that each depth retains of the one before in training."""
+    """Share of the previous depth's positions, above 0 and at most 1, that each depth retains in training."""
     floor: float = Field(0.2, ge=0, le=1)
-    """Smallest share of the positions, 0 to 1, that any depth retains."""
+    """Minimum share of the positions, 0 to 1, that any depth retains."""
     anchors: PositiveInt = 512
-    """Most positions drafted from per text and step in training."""
+    """Maximum number of positions drafted from per text and step in training."""
 
 
 class Model(VocabularyModel, MaskedModule, FusedTaps):
@@ -175,7 +177,7 @@ def pass_mask(new: int, masks: int, counts: Tensor) -> Tensor:
 
 
 class Rows(DetachedRows):
-    """Predictions from sampled pairs: one row per retained depth; row d of pair i has label token i + 2 + d."""
+    """Predictions from sampled pairs: one row per retained depth; the label of row d of pair i is token i + 2 + d."""
 
     def __init__(self, model: Model, batch: Batch):
         config, count = model.config, batch.tokens.shape[1] - 1
@@ -198,13 +200,13 @@ def conditional_drop(
     """The depths that COD retains, [B, A, D] bool, of positions whose depth 0 is in loss_mask [B, A, D].
 
     The positions of a text are put in a random order; the first max(ratio^d, floor) of them retain depth d, so a
-    position that retains a depth retains the one before.  draw_for: random numbers for a shape [B, A].
+    position that retains a depth also retains the previous one.  draw_for: random numbers for a shape [B, A].
     """
     live = loss_mask[..., 0]
     chance = draw_for(live.shape).to(live.device).masked_fill(~live, 2.0)
     place = chance.argsort(1).argsort(1)
     share = (ratio ** torch.arange(loss_mask.shape[-1], device=live.device)).clamp(min=floor)
-    # plus a half: the number retained is rounded, not cut
+    # plus a half: the number retained is rounded, not truncated
     return loss_mask & (place[..., None] + 0.5 < share * live.sum(1)[:, None, None])
 
 

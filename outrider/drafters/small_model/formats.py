@@ -43,7 +43,7 @@ def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
         key for key in config if key.startswith("_") or key.endswith(("_implementation", "_implementation_internal"))
     ]
     if set(hidden) - {"_name_or_path"}:
-        raise ExportError(f"config.json has {hidden[0]}, which would choose code to run; delete it from config.json")
+        raise ExportError(f"config.json has {hidden[0]}, which selects code to run; delete it from config.json")
     lm_config = AutoConfig.for_model(**config)
     if lm_config.vocab_size != target.spec.vocabulary:
         raise ExportError(

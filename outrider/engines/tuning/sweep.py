@@ -1,7 +1,7 @@
 """Tokens per second by draft length and load: servers are started one after the other, with a replay at each load.
 
-No torch.  Rounds alternate between ascending and descending lengths, so that a machine that warms up does not favour
-one.
+No torch.  Rounds alternate between ascending and descending lengths, so that a machine that slows down as it heats up
+does not favour one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PR_SET_PDEATHSIG = 1
 Starts = Callable[[Arm], AbstractContextManager[str]]
 """One way to draft → the address of a server that drafts that way."""
 Measure = Callable[[str, int], float]
-"""(address, load) to tokens per second."""
+"""(address, load) → tokens per second."""
 
 
 def arms(tokens: Iterable[int], widths: Iterable[int] = (1,), cutoffs: Iterable[float | None] = (None,)) -> list[Arm]:
@@ -66,8 +66,8 @@ def sweep(
     """Measure every arm at every load, `rounds` times, as soon as its server is up.  Points already in `folder` are not
     measured again.
 
-    start: runs a server that drafts this way, and yields its address. measure: (address, load) to tokens per second.
-    about: what was measured; a folder with points of something else is refused (DataError).
+    start: runs a server that drafts this way and yields its address.  measure: (address, load) → tokens per second.
+    about: what was measured; a folder with points of something else is refused with a DataError.
     """
     if rounds < 1 or not loads or min(loads) < 1:
         raise ConfigError(f"rounds and loads must be at least 1, got {rounds} rounds at loads {list(loads)}")
@@ -89,7 +89,8 @@ def sweep(
                         points.append(point)
                         if progress is not None:
                             progress(
-                                len(points), f"{arm.tokens} tokens, {load} at once: {point.tokens_per_s:.0f} tokens/s"
+                                len(points),
+                                f"{arm.tokens} tokens, {load} concurrent: {point.tokens_per_s:.0f} tokens/s",
                             )
     return points
 
@@ -97,7 +98,7 @@ def sweep(
 def _keep(file: Any, point: Point) -> None:
     if not (math.isfinite(point.tokens_per_s) and point.tokens_per_s > 0):
         raise DataError(
-            f"the server gave {point.tokens_per_s} tokens/s at {point.load} requests at once; see whether it answers"
+            f"the server gave {point.tokens_per_s} tokens/s at {point.load} concurrent requests; check that it responds"
         )
     file.write(json.dumps([*point.arm, point.load, point.round, point.tokens_per_s]) + "\n")
     file.flush()
@@ -139,11 +140,11 @@ def served(
 ) -> Iterator[str]:  # fmt: skip
     """Run a server for the duration of the block, with its output in `log`.  Yields `url`.
 
-    env: extra environment variables.  The server ends with this process, even if that is killed (on Linux).  Raises
-    DataError if the address is already in use, and if the server exits or does not respond within `ready_s`.
+    env: extra environment variables.  The server exits with this process, even if the process is killed (on Linux).
+    Raises DataError if the address is already in use, and if the server exits or does not respond within `ready_s`.
     """
     if _answers(url + health):
-        raise DataError(f"a server answers at {url} already; stop it, or choose another --port")
+        raise DataError(f"a server is already running at {url}; stop it, or choose another --port")
     with log.open("ab") as output:
         try:
             process = subprocess.Popen(
@@ -160,7 +161,7 @@ def served(
         while not _answers(url + health):
             if process.poll() is not None:
                 raise DataError(
-                    f"{words[0]} ended with {process.returncode} before it answered; see {log}, its last lines: "
+                    f"{words[0]} exited with {process.returncode} before it answered; see {log}, its last lines: "
                     f"{last_lines(log)}"
                 )
             if time.monotonic() > until_s:
@@ -236,7 +237,7 @@ def of_engine(
     """Servers of an engine.  Every arm's command is built once before the first one starts, so that none is refused
     halfway.
 
-    wish: what stays the same. python, version: of the engine, as in `commands.installed`.
+    wish: settings that stay the same. python, version: of the engine, as in `commands.installed`.
     """
     described = engine_of(engine)
     if described.metrics is None:
@@ -271,7 +272,7 @@ def _in_environment(words: tuple[str, ...], python: str | None) -> list[str]:
 def by_replay(
     trace: Trace, calls: int, max_tokens: int, completions: bool, key: str | None
 ) -> Measure:  # fmt: skip
-    """(address, load) to tokens per second, by a closed-loop replay."""
+    """(address, load) → tokens per second, by a closed-loop replay."""
 
     def measure(url: str, load: int) -> float:
         count = max(calls, 8 * load)
@@ -285,7 +286,7 @@ def by_replay(
             lost = one.sent - one.answered
             raise DataError(f"{lost} of {one.sent} requests were not answered ({failures}); see the server's log")
         if not one.tokens:
-            raise DataError(f"{url} does not report how many tokens it wrote (usage); use an engine that does")
+            raise DataError(f"{url} does not report how many tokens it generated (usage); use an engine that does")
         return one.tokens_per_s
 
     return measure

@@ -1,13 +1,13 @@
 """How much to speculate at each load: tokens per second by draft length and load, and the resulting table.  No torch.
 
-Longer drafts pay while the target is limited by memory, and cost when it is limited by compute; so the best length
-falls with the load.  The choice is the sequence of lengths, none longer at a higher load, with the largest total gain
-over all loads, where each change of length must win more than a margin and more than noise: from the highest load down,
-the shorter draft stays until a longer one is better.  If there is no difference, the table has 0.
+Longer drafts pay off while the target is memory-bound, and cost time when it is compute-bound; so the best length falls
+with the load.  The choice is the sequence of lengths, none longer at a higher load, with the largest total gain over
+all loads, where each change of length must gain more than a margin and more than the noise: from the highest load down,
+the shorter draft is kept until a longer one is better.  If there is no difference, the table says 0.
 
 Noise: the relative deviation of repeats is assumed to be the same everywhere, and measurements on one server deviate
-together.  Whether to draft at all is a Student's t-test over all repeats, with a Bonferroni correction over all lengths
-and loads.
+together.  Whether to draft at all is decided by a Student's t-test over all repeats, with a Bonferroni correction over
+all lengths and loads.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class Choice:
     cutoff: float | None
     gains: tuple[Gain, ...]
     pays_to: int | None
-    """The highest load at which it speculates; 0 if none; None if it speculates at every measured load."""
+    """The highest load at which it speculates; 0 if there is none; None if it speculates at every measured load."""
     noise: float | None
     """Relative standard deviation of repeats."""
     notes: tuple[str, ...]
     fixed: Arm
-    """The one setting with the largest gain over all loads, for engines without a table by load."""
+    """The single setting with the largest gain over all loads, for engines without a table by load."""
     best_ratio: float | None
     """Speed of the best draft over all loads relative to no speculation; None if either was not measured."""
 
@@ -140,17 +140,20 @@ def _notes(table: _Table, ranges: Sequence[Range]) -> tuple[str, ...]:
     notes = (
         (
             table.noise is None,
-            "everything was measured once: what is noise is not known; measure with --rounds 2 or more",
+            "everything was measured only once, so the noise is unknown; measure with --rounds 2 or more",
         ),
-        (table.left_out, f"{table.left_out} round was not measured whole and does not count"),
-        (table.shortest.tokens, "no speculation was not measured, so whether it pays is not known; add 0 to --tokens"),
+        (table.left_out, f"{table.left_out} round was not measured completely and does not count"),
+        (
+            table.shortest.tokens,
+            "0 tokens was not measured, so it is unknown whether speculation pays off; add 0 to --tokens",
+        ),
         (
             ranges[-1].tokens,
-            f"beyond {table.loads[-1]} requests at once nothing was measured; the last length is used there",
+            f"nothing was measured beyond {table.loads[-1]} concurrent requests; the last length is used there",
         ),
         (
             0 < ranges[0].tokens == longest,
-            "the longest draft that was measured is the best; longer ones may be better still",
+            "the longest draft measured is the best; longer ones may be even better",
         ),
     )
     return tuple(note for holds, note in notes if holds)
@@ -167,9 +170,7 @@ class _Table:
         whole = [number for number in rounds if not gaps[number]]
         if not whole:
             missing = ", ".join(f"{arm.tokens} tokens at {load}" for arm, load in next(iter(gaps.values()), [])[:4])
-            raise DataError(
-                f"not measured yet: {missing or 'anything'}; run the same command again, which goes on from there"
-            )
+            raise DataError(f"not measured yet: {missing or 'anything'}; rerun the same command to resume")
         self.repeats, self.left_out = len(whole), len(rounds) - len(whole)
         self.mean = {cell: sum(logs[(*cell, number)] for number in whole) / len(whole) for cell in self._cells()}
         self.deviations = [
@@ -190,10 +191,10 @@ class _Table:
         return self.arms[0]
 
     def price(self, loads: int, from_none: bool = True) -> float:
-        """What a change at the lowest `loads` loads must win in total.
+        """The total gain that a change at the lowest `loads` loads must reach.
 
         from_least: the change is from no drafting to drafting, which is tested as one of all possible changes; any
-        other is tested alone, since choosing the wrong one of two lengths that both pay costs little.
+        other change is tested by itself, since choosing the wrong one of two lengths that both pay off costs little.
 
         Measurements of one server deviate together across loads, so they are summed first and the noise is that of the
         sums.
@@ -315,7 +316,7 @@ def read_fixed(path: Path) -> tuple[Arm, float | None]:
         return arm, None if ratio is None else float(ratio)
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise DataError(f"{path} is not a schedule ({reason}); name the tune.json of `outrider tune`") from None
+        raise DataError(f"{path} is not a schedule ({reason}); give the tune.json of `outrider tune`") from None
 
 
 def read(path: Path) -> tuple[Range, ...]:
@@ -328,12 +329,12 @@ def read(path: Path) -> tuple[Range, ...]:
         ranges = tuple(Range(*(int(value) for value in row)) for row in content["ranges"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         content = f"{type(error).__name__}: {error}"
-        raise DataError(f"{path} is not a schedule ({content}); name the tune.json of `outrider tune`") from None
+        raise DataError(f"{path} is not a schedule ({content}); give the tune.json of `outrider tune`") from None
     check(ranges)
     if (content.get("width") or 1) != 1 or content.get("cutoff") is not None:
         measured = f"width {content.get('width')} and cut-off {content.get('cutoff')}"
         raise ConfigError(
-            f"{path} was measured with {measured}, which a table by load can't hold; deploy with --tokens, --width "
+            f"{path} was measured with {measured}, which a table by load can't express; deploy with --tokens, --width "
             "and --cutoff"
         )
     return ranges

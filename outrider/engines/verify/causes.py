@@ -26,7 +26,7 @@ MAX_ANCHORS = 12
 CLOSE = 1e-3
 """Relative difference between two readings of one stage that rounding can explain."""
 UNREADABLE = (KeyError, IndexError, RuntimeError)
-"""Raised by a draft whose parts don't fit together."""
+"""Raised for a draft whose parts don't fit together."""
 
 
 class Swap(NamedTuple):
@@ -39,7 +39,7 @@ class Swap(NamedTuple):
 
 
 def causes(folder: Draft, model: Draft, texts: Sequence[tuple[States, int]], length: int) -> list[Cause]:
-    """What in the folder changes the drafts of these texts, worst first.  texts: (states, length of the prompt).
+    """What in the folder changes the drafts for these texts, worst first.  texts: (states, length of the prompt).
 
     Raises ExportError if the two are of different kinds.
     """
@@ -57,7 +57,7 @@ def causes(folder: Draft, model: Draft, texts: Sequence[tuple[States, int]], len
             drafts = [chains.drafted(other, text, at, length).tokens for text, at in anchors]
         except UNREADABLE as error:
             results.append(
-                Cause(swap.name, f"{swap.what}; with it nothing can be drafted ({type(error).__name__})", 1.0)
+                Cause(swap.name, f"{swap.what}; with it, nothing can be drafted ({type(error).__name__})", 1.0)
             )
             continue
         changed = sum(a != b for one, two in zip(drafts, expected, strict=True) for a, b in zip(one, two, strict=True))
@@ -261,14 +261,14 @@ def _suspects(model: Draft) -> Iterator[tuple[str, str, Draft]]:
     for shift in (-1, 1) if model.taps else ():
         if min(model.taps) + shift >= 0:
             taps = tuple(tap + shift for tap in model.taps)
-            yield "taps", f"it takes the layers {'before' if shift < 0 else 'after'} ours", replace(model, taps=taps)
+            yield "taps", f"it reads the layers {'before' if shift < 0 else 'after'} ours", replace(model, taps=taps)
     for theta in (1e4, 5e5, 1e6) if model.rotation.theta else ():
         if theta != model.rotation.theta:
             rotated = replace(model, rotation=model.rotation._replace(theta=theta))
             yield "RoPE", f"it rotates by rope_theta {theta:g}", rotated
     if model.kind in readers.BLOCKS:
         yield "block mask", "slots of a block don't attend to those after them", replace(model, causal=not model.causal)
-        reason = "it norms the context's keys of every layer by the first layer's k_norm"
+        reason = "it normalises the context's keys of every layer with the first layer's k_norm"
         yield "norm", reason, replace(model, first_norm=True)
         yield "label shift", "it drafts from another slot of the block", replace(model, skip=1 - model.skip)
     if model.kind == "medusa":
@@ -277,7 +277,7 @@ def _suspects(model: Draft) -> Iterator[tuple[str, str, Draft]]:
         yield "label shift", "head k drafts what head k + 1 should", replace(model, order=order)
     if model.kind in ("eagle3", "peagle"):
         flags = model.flags ^ {"norm_before_residual"}
-        yield "norm", "the residual is normed where ours is not, or not where ours is", replace(model, flags=flags)
+        yield "norm", "the residual is normalised where ours is not, or not where ours is", replace(model, flags=flags)
     if model.ids is not None:
         plain = torch.arange(len(model.ids))
-        yield "vocabulary", "it takes draft ids for the target's", replace(model, ids=plain)
+        yield "vocabulary", "it reads draft ids as the target's ids", replace(model, ids=plain)

@@ -1,6 +1,6 @@
 """The chain that a `readers.Draft` drafts after a text, from the target's own states, with the output of every stage.
 
-No cache: the whole text is read for each draft, which is slow but leaves nothing that could go stale.
+There is no cache: the whole text is read for each draft, which is slow, but nothing can go stale.
 
 n tokens, K drafted, T taps, L target layers, H hidden size, V vocabulary, D draft vocabulary, h heads, d head size.
 """
@@ -105,7 +105,8 @@ def _block_chain(draft: Draft, text: States, anchor: int, length: int, stages: d
 def _through(
     draft: Draft, embedded: Tensor | None, x: Tensor, context: Tensor | None, length: int, stages: dict[str, Tensor]
 ) -> Tensor:  # fmt: skip
-    """Rows x [n, H] through all layers; the last `length` rows are normed.  embedded: tokens that the first layer reads
+    """Rows x [n, H] through all layers; the last `length` rows are normalised.  embedded: tokens that the first layer
+    reads
     along with x."""
     for layer in range(1 + max(int(name.split(".")[1]) for name in draft.weights if name.startswith("layers."))):
         x = _layer(draft, layer, embedded if layer == 0 else None, x, context, stages)
@@ -230,7 +231,7 @@ def _attended(
 
 
 def _around(draft: Draft, name: str, rows: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-    """A sublayer over normed rows [n, H], between the two convolutions that a DFlash 2 has around it."""
+    """A sublayer over normalised rows [n, H], between the two convolutions that a DFlash 2 has around it."""
     base = draft.weights.get(f"{name}.base_kernel")
     if base is None:
         return sublayer(rows)
@@ -246,7 +247,7 @@ def _around(draft: Draft, name: str, rows: Tensor, sublayer: Callable[[Tensor], 
 
 
 def _headed(draft: Draft, norm: str, x: Tensor, heads: int) -> Tensor:
-    """[h, n, d], normed per head if the folder has such a norm."""
+    """[h, n, d], normalised per head if the folder has such a norm."""
     x = x.unflatten(-1, (heads, draft.heads[2]))
     return (_norm(draft, norm, x) if norm + ".weight" in draft.norms else x).transpose(0, 1)
 

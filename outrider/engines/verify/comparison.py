@@ -1,4 +1,4 @@
-"""Does an engine accept as much of an exported drafter as Outrider, and if not, why?  The whole comparison of
+"""Does an engine accept as many of an exported drafter's tokens as Outrider, and if not, why?  The whole comparison of
 `verify-export`."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 def check(
     place: Path, engine: str, python: str | None, checkpoint: Path | None, server: str | None = None
 ) -> None:  # fmt: skip
-    """Refuse what can't be compared before anything is loaded.  server: llama.cpp's.  Raises ConfigError."""
+    """Before anything is loaded, refuse what can't be compared.  server: llama.cpp's.  Raises ConfigError."""
     if engine not in parity.COMPARED:
         able = ", ".join(parity.COMPARED)
         raise ConfigError(f"drafts of {engine_of(engine).title} can't be compared; choose --engine from {able}")
@@ -55,7 +55,7 @@ def check(
 def sides(
     place: Path, engine: str, checkpoint: Path | None, target: str | None
 ) -> tuple[TransformersTarget, DraftModel]:
-    """The target, and the checkpoint's model, or without a checkpoint the model read from the folder.
+    """The target and the model of the checkpoint, or, without a checkpoint, the model read from the folder.
 
     Raises ConfigError if the target is unknown, and for a kind that can't be compared in this engine.
     """
@@ -98,7 +98,8 @@ def verified(
     prompts: list[list[int]], max_new_tokens: int, mend: tuple[str, ...] = (), prefix_caching: bool = False,
     say: Say = lambda text: None, server: str | None = None,
 ) -> Parity:  # fmt: skip
-    """The whole comparison.  is_original: `model` is what the folder was exported from, not what was read from it.
+    """The whole comparison.  is_original: whether `model` is what the folder was exported from, rather than what was
+    read from it.
 
     server: llama.cpp's program, as found by `llama_server.program`.  say: called with what is about to run.  Raises
     ConfigError if the engine can't be run.
@@ -154,13 +155,13 @@ class _Export:
             return llamacpp.answer(
                 program, self.place, config.kind, spec_type, self.target, self.prompts, max_new_tokens, self.length
             )  # fmt: skip
-        say(f"running vllm {size}: about a minute to load, then silence")
+        say(f"running vllm {size}: about a minute to load, then no output until it is done")
         kind = self.model.config.kind
         job = {
             "target": place_of(self.target), "speculative": parity.speculative(self.place, kind, self.length),
             "prompts": self.prompts, "max_new_tokens": max_new_tokens, "slots": 8, "dtype": "float32", "mend": mend,
             "prefix_caching": prefix_caching,
-            # a cached prompt is not read again, so the modules would produce no output
+            # a cached prompt is not reread, so the modules would produce no output
             "stages": kind in readers.KINDS and not prefix_caching,
         }  # fmt: skip
         return parity.asked(str(python), job)
@@ -196,7 +197,7 @@ class _Export:
         return replace(result, stages=stages, engine_stage=first)
 
     def causes(self, texts: Sequence[Sequence[int]]) -> tuple[tuple[parity.Cause, ...], tuple[str, float] | None]:
-        """What in the folder changes the drafts of these texts, and the first stage whose output differs."""
+        """What in the folder changes the drafts for these texts, and the first stage whose output differs."""
         continued = list(zip(self.prompts, texts, strict=False))[:LOOKED_AT]
         texts_read = [(chains.states(self.target, [*prompt, *text]), len(prompt)) for prompt, text in continued]
         read, ours = self.read(), readers.of_model(self.model)

@@ -33,10 +33,10 @@ def answer(
     program: Path, folder: Path, kind: str, spec_type: str, target: TransformersTarget,
     prompts: Sequence[Sequence[int]], max_new_tokens: int, length: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """The same answer as `verify.vllm`: {engine, version, platform, tokens, accepted, drafted}, or with error if the
+    """The same answer as `verify.vllm`: {engine, version, platform, tokens, accepted, drafted}, or an error if the
     server does not start, or exits.
 
-    folder: holds the draft as GGUF. spec_type: as returned by `words.spec_type`.  length: tokens drafted per step.
+    folder: contains the draft as GGUF. spec_type: as returned by `words.spec_type`.  length: tokens drafted per step.
     Raises ExportError for a target that can't be written as GGUF.
     """
     about = {"engine": "llamacpp", "version": commands.installed("llamacpp", program), "platform": "cpu"}
@@ -50,7 +50,7 @@ def answer(
             with llama_server.serving(words, log) as client:
                 texts = [llama_server.continued(client, prompt, max_new_tokens) for prompt in prompts]
         steps = llama_server.steps_of(log, texts)
-    except DataError as error:  # the log is not deleted: the error names it
+    except DataError as error:  # the log is kept, since the error refers to it
         return {**about, "error": str(error)}
     log.unlink()
     return {
@@ -61,7 +61,7 @@ def answer(
 
 
 def models(folder: Path, kind: str, target: TransformersTarget, place: Path) -> list[object]:
-    """Arguments for the target, which is written into `place`, and for the draft; some files hold both."""
+    """Arguments for the target, which is written into `place`, and for the draft; some files contain both."""
     if method_of("llamacpp", kind).in_target:
         return ["-m", folder / FILE]
     return ["-m", write_target(target, place / "target.gguf"), "-md", folder / FILE]

@@ -1,14 +1,14 @@
-"""Does an engine accept the drafts that Outrider accepts?  The same token ids go through the engine and through our own
-`step`.
+"""Does an engine accept the drafts that Outrider accepts?  Runs the same token ids through the engine and through our
+own `step`.
 
 Greedy texts must be equal, or first differ at a position where the target's two likeliest tokens are within rounding;
-and equally many drafted tokens must be accepted at every depth. vLLM runs in its own environment, as a process that
-reads a job and writes an answer.  It emits its first token from the prompt alone, so our side begins after that one:
-then steps fall on the same positions and can be compared one by one. transformers runs in this process, and its first
-step begins at the prompt's last token, as ours does.
+and the same number of drafted tokens must be accepted at every depth. vLLM runs in its own environment, as a process
+that reads a job and writes an answer.  It emits its first token from the prompt alone, so our side begins after that
+one: then steps fall on the same positions and can be compared one by one. transformers runs in this process, and its
+first step begins at the prompt's last token, as ours does.
 
 Depths are counted from 0 in lists.  A step counts only if its whole draft and the token after it lie within the text:
-at the end of a text engines go on drafting where we don't.
+at the end of a text, engines keep drafting where we don't.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from outrider.targets.hf.transformers import TransformersTarget
 COMPARED = ("vllm", "sglang", "transformers", "llamacpp")
 """Engines whose folders can be compared."""
 RUN: Mapping[str, int] = {"vllm": 1, "transformers": 0, "llamacpp": 1}
-"""Engines that are run, and how many tokens each emits from the prompt alone, before its first step."""
+"""Engines that are run, with the number of tokens each emits from the prompt alone, before its first step."""
 TIE = 1e-3
 """Gap in nats between the two likeliest tokens below which float32 kernels may disagree; measured: ties near 1e-5."""
 SAME = 0.98
@@ -52,7 +52,7 @@ MARGIN = 0.02
 SURE = 2.576
 """Standard errors that a difference must exceed to count (99 % confidence)."""
 SECONDS = 1800
-"""Longest an engine may take, in seconds."""
+"""Maximum time an engine may take, in seconds."""
 
 
 class Side(NamedTuple):
@@ -87,7 +87,7 @@ class Depth:
     ours: float
     engine: float
     error: float
-    """Standard error of the difference, as if the sides were independent; in fact they mostly take the same steps."""
+    """Standard error of the difference, assuming independent sides; in fact they mostly take the same steps."""
 
     @property
     def is_equal(self) -> bool:
@@ -120,7 +120,7 @@ class Parity:
     texts_equal: int = 0
     parted: tuple[Parted, ...] = ()
     steps: tuple[int, int] = (0, 0)
-    """Our steps and the engine's that count."""
+    """The steps that count: ours and the engine's."""
     steps_equal: float | None = None
     """Share of the engine's steps that start where one of ours does and accept as much: 1 if the drafts are the
     same."""
@@ -137,7 +137,9 @@ class Parity:
     engine_stage: tuple[str, float] | None = None
     """The first of them whose output differs, and its relative difference."""
     guesses: tuple[tuple[str, str, float], ...] = ()
-    """How the engine may be misreading a sound folder: a name, what, and the share of its steps that this explains."""
+    """How the engine may be misreading a sound folder: name, description, and the share of its steps that this
+    explains.
+    """
     error: str | None = None
     """The engine's message if it did not load."""
     warnings: tuple[str, ...] = field(default=())
@@ -186,14 +188,14 @@ def speculative(folder: Path, kind: str, length: int) -> dict[str, Any]:
 def asked(python: str | Path, job: Mapping[str, Any], timeout_s: float = SECONDS) -> dict[str, Any]:
     """vLLM's answer to a job, run by the `python` of its own environment.
 
-    Raises ConfigError, with the last lines of its output, if it can't run or leaves no answer.
+    Raises ConfigError, with the last lines of its output, if it can't run or writes no answer.
     """
     script = Path(__file__).with_name("vllm.py")
     with tempfile.TemporaryDirectory(prefix="outrider-parity-") as place:
         question, answer = Path(place) / "job.json", Path(place) / "answer.json"
         question.write_text(json.dumps(job), encoding="utf-8")
         words = [str(python), str(script), str(question), str(answer)]
-        # our module path must not reach the engine's Python
+        # our module path must not leak into the engine's Python
         around = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, cwd=place, env=around)
@@ -203,12 +205,12 @@ def asked(python: str | Path, job: Mapping[str, Any], timeout_s: float = SECONDS
             ) from None
         except subprocess.TimeoutExpired:
             raise ConfigError(
-                f"the engine did not answer within {timeout_s:.0f} s; ask for fewer prompts or tokens"
+                f"the engine did not answer within {timeout_s:.0f} s; use fewer prompts or tokens"
             ) from None
         if not answer.exists():
             last = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
             raise ConfigError(
-                f"the engine ended with code {done.returncode} without an answer; its last lines: {last or 'none'}"
+                f"the engine exited with code {done.returncode} without an answer; its last lines: {last or 'none'}"
             )
         return json.loads(answer.read_text(encoding="utf-8"))
 
@@ -256,7 +258,7 @@ def write_verified(folder: Path, parity: Parity) -> Path:
 
 
 def as_engine(model: DraftModel, length: int | None = None) -> Drafter:
-    """Our drafter for this model as it is exported, drafting a chain of this many tokens: its own length unless given.
+    """Our drafter for this model as exported, drafting a chain of this many tokens (by default, its own length).
 
     Raises ConfigError if it can't draft that many.
     """
@@ -368,7 +370,7 @@ def _parted(target: TransformersTarget, prompt: Sequence[int], number: int, ours
 
 
 def gap(target: TransformersTarget, tokens: Sequence[int], one: int, other: int) -> float:
-    """Gap in nats between two tokens after a text, from the target's own plain pass."""
+    """Gap in nats between two tokens after a text, from a plain pass of the target."""
     hidden, _ = target.read(torch.tensor([list(tokens)], device=target.device))
     logits = target.head(hidden[:, -1:])[0, 0].double()
     return float((logits[one] - logits[other]).abs())

@@ -37,7 +37,7 @@ KINDS = ("eagle3", "peagle", "medusa", *BLOCKS)
 SCALINGS = ("linear", "llama3", "yarn")
 TRAINED = "original_max_position_embeddings"
 LONGEST = 32_768
-"""The context length if no config names one: transformers' default for Qwen3, whose layers ours are."""
+"""The context length if no config has one: transformers' default for Qwen3, whose layers ours are."""
 
 
 class Rotation(NamedTuple):
@@ -79,7 +79,7 @@ class Draft:
     order: tuple[int, ...] = ()
     """Which head drafts which depth."""
     causal: bool = False
-    """A slot of a block attends only to earlier slots."""
+    """Whether a slot of a block attends only to earlier slots."""
     markov: str = ""
     """For a DSpark: vanilla, gated or rnn."""
     window: int | None = None
@@ -89,7 +89,7 @@ class Draft:
     prefix: int = 0
     """Slots at the start of a block that Domino's head does not correct."""
     first_norm: bool = False
-    """Every layer norms the keys of a block's context with the first layer's weights."""
+    """Whether every layer normalises the keys of a block's context with the first layer's weights."""
     unread: tuple[str, ...] = ()
     """Weights of the folder that the engine silently ignores."""
 
@@ -134,14 +134,14 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
 
 
 def _medusa(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Draft:
-    # vLLM creates biases only if the config announces them, and ignores weights it has no parameter for
+    # vLLM creates biases only if the config declares them, and ignores weights it has no parameter for
     flags = frozenset({"bias"} if config.get("medusa_fc_bias") else ())
     unread = () if flags else tuple(sorted(name for name in weights if name.endswith(".bias")))
     return Draft("medusa", weights, flags=flags, order=tuple(range(config["num_heads"])), unread=unread)
 
 
 def _layers(kind: str, layers: Mapping[str, Any], weights: Mapping[str, Tensor], theta: float, **more: Any) -> Draft:
-    """The parts common to all kinds but Medusa.  theta: the rotary base if the config names none."""
+    """The parts common to all kinds except Medusa.  theta: the rotary base if the config names none."""
     heads = layers["num_attention_heads"]
     size = layers.get("head_dim") or layers["hidden_size"] // heads
     return Draft(
@@ -182,7 +182,7 @@ def _block(kind: str, config: Mapping[str, Any], weights: Mapping[str, Tensor], 
         taps = [int(k) - 1 for k in config["aux_hidden_state_layer_ids"]]
         # vLLM's first model runner ignores this key for a DFlash, its second refuses it; the default is false
         in_anchor = config.get("sample_from_anchor", False) and (engine != "vllm" or kind == "dspark")
-        # vLLM applies this key to all layers, not only to those with a window; for a DSpark it does not read it
+        # vLLM applies this key to all layers, not only to those with a window; for a DSpark it ignores it
         causal = kind != "dspark" and not config.get("sliding_window_non_causal", True)
     else:
         # without a key, layers with a window are causal within a block
@@ -209,7 +209,7 @@ def _rotation(layers: Mapping[str, Any], theta: float) -> Rotation:
 def _scaling(rope: Mapping[str, Any], longest: int) -> str:
     """The scaling of a rotation in a canonical form, so that equal ones compare equal.  Raises ExportError if unknown.
 
-    longest: the trained length if the config does not name it, by transformers' rule, which vLLM follows.
+    longest: the trained length if the config does not have it, by transformers' rule, which vLLM follows.
     """
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":

@@ -30,7 +30,7 @@ class Round(NamedTuple):
 def answer(
     folder: Path, target: TransformersTarget, prompts: Sequence[Sequence[int]], max_new_tokens: int, length: int
 ) -> dict[str, Any]:  # fmt: skip
-    """The same answer as `verify.vllm`: {engine, version, tokens, accepted, drafted}, or with error if it can't load.
+    """The same answer as `verify.vllm`: {engine, version, tokens, accepted, drafted}, or an error if it can't load.
 
     length: tokens drafted per step.
     """

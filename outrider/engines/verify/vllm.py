@@ -20,11 +20,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# this file is run by its path, and the engine must not import its neighbours
+# this file is run by path, and the engine must not import its neighbours
 sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != Path(__file__).resolve().parent]
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: halves the start-up, and errors show here
+# a single process halves the start-up time, and errors show up here
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
@@ -93,7 +94,7 @@ def stages(model: Any, job: dict[str, Any]) -> dict[str, Any]:
     finally:
         for handle in held:
             handle.remove()
-    return {"text": text, "rows": rows} if rows else {"error": "no module of the draft model was called by its name"}
+    return {"text": text, "rows": rows} if rows else {"error": "no module of the draft model was called under its name"}
 
 
 def drafter_of(model: Any) -> Any:
@@ -134,7 +135,7 @@ def _first(out: Any) -> Any:
 
 
 def mend_dflash() -> None:
-    """Norm the context's keys of each layer with that layer's weights.
+    """Normalise the context's keys of each layer with that layer's weights.
 
     vLLM's CPU kernel uses the first layer's for all: its `rms_norm` takes a single vector of weights, not one per
     layer.

@@ -59,7 +59,7 @@ _Key = tuple[int, int, int, int, int]
 """Rows, tokens per row, columns, taps, and the number of the buffers' layout."""
 
 MAX_CAPTURES = 48
-"""Most stored captures; then all are dropped, since a size is captured again in a fraction of a second."""
+"""Maximum number of stored captures; then all are dropped, since a size is captured again in a fraction of a second."""
 
 
 class _Capture(NamedTuple):

@@ -25,7 +25,7 @@ from outrider.targets.hf import gpu_attention
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 MOST = 1024
-"""Most rows of a pass; more are a prompt's."""
+"""Maximum number of rows of a pass; more are a prompt's."""
 TILES = {
     "project": Tiles(64, 256, 4, 4, 1), "out": Tiles(32, 512, 4, 4, 2), "gate": Tiles(128, 128, 8, 4, 2),
     "down": Tiles(32, 256, 4, 6, 0), "head": Tiles(128, 128, 8, 4, 2),

@@ -12,7 +12,9 @@ from outrider import kernels, machine
 from outrider.kernels import prepacked
 
 INLINED = 8
-"""Most values of a vector that inductor writes into the code, so that packages don't read it from the model."""
+"""Maximum number of values of a vector that inductor writes into the code, so that packages don't read it from the
+model.
+"""
 
 
 def fingerprint(model: nn.Module, *more: object) -> str:

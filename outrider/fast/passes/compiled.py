@@ -41,7 +41,7 @@ from outrider.targets.hf.passes import passed
 log = logging.getLogger(__name__)
 
 WIDEST = 1024
-"""Most tokens per row of a pass."""
+"""Maximum number of tokens per row of a pass."""
 EXAMPLE, BEFORE = (3, 8), 300
 """Rows and tokens per row of the traced pass, and columns before it."""
 ALLOWED = 0.1

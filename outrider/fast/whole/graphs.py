@@ -16,7 +16,7 @@ from outrider.fast.static.step import StaticStep
 from outrider.kernels import prepacked
 
 MAX_CAPTURES = 16
-"""Most stored captures of a batch; texts grow, so older ones are rarely used again."""
+"""Maximum number of stored captures of a batch; texts grow, so older ones are rarely used again."""
 WIDTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 """Captured numbers of verified nodes, besides a whole draft."""
 

@@ -29,7 +29,7 @@ ENDED = -1
 MIN_TEXTS = 10
 """Texts, in both sets together, that a token needs for its own cell: five expected in each set."""
 SHARED = 8
-"""Most cells shared by rare tokens."""
+"""Maximum number of cells shared by rare tokens."""
 BUCKETS = 512
 ENTRIES = 4_000_000
 """Labels held in memory at once."""

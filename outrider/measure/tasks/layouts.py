@@ -35,7 +35,7 @@ class Prompt(NamedTuple):
         return self.bare or self.turns
 
     def messages(self, answers: Sequence[str] = ()) -> list[dict[str, str]]:
-        """The conversation up to the next answer, with the answers so far."""
+        """The conversation up to the next answer, including the answers so far."""
         messages_so_far = [] if self.system is None else [{"role": "system", "content": self.system}]
         for turn, answer in itertools.zip_longest(self.turns[: len(answers) + 1], answers):
             messages_so_far.append({"role": "user", "content": turn})
@@ -54,7 +54,7 @@ def text(row: Row, key: str) -> str:
 
 
 def texts(row: Row, key: str) -> tuple[str, ...]:
-    """The list of texts under a key, possibly empty.  A single text is not a list of letters."""
+    """The list of texts under a key, possibly empty.  A single text is not treated as a list of letters."""
     is_list = lambda value: isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
     return tuple(_typed(row, key, "a list of texts", is_list))
 
@@ -126,5 +126,5 @@ def plain(row: Row) -> Prompt:
 
 
 def _name(row: Row, *keys: str) -> str:
-    """The text or number under the first of these keys that is present, else an empty text."""
+    """The text or number under the first of these keys that is present, otherwise an empty text."""
     return word(row, *keys) if any(has(row, key) for key in keys) else ""

@@ -1,10 +1,10 @@
 """Prompt sets by name: the nine of the DSpark paper, Spec-Bench's six, three sets of built-in instructions, `stdlib`,
 and any FILE.jsonl or FILE.txt.
 
-`TASKS` lists the published ones.  A data set is read from a local folder if that holds it, else from where it is
-published, at one commit: the pinned one, or the newest, which `load` returns.  Rows are in the data set's own layout or
-plain: {"turns": [...]}, optionally with `id` and `system`.  The wording and number of prompts follow DSpark's published
-evaluation (arXiv 2607.05147) and Spec-Bench (arXiv 2401.07851).  Does not import torch.
+`TASKS` lists the published ones.  A data set is read from a local folder if that contains it, otherwise from where it
+is published, at one commit: the pinned one, or the newest, which `load` returns.  Rows are in the data set's own layout
+or plain: {"turns": [...]}, optionally with `id` and `system`.  The wording and number of prompts follow DSpark's
+published evaluation (arXiv 2607.05147) and Spec-Bench (arXiv 2401.07851).  Does not import torch.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ TASKS: Mapping[str, Task] = {task.name: task for task in (
     _spec_bench("math-reasoning", frozenset({"math_reasoning"})),
     _spec_bench("rag", frozenset({"rag"})),
 )}  # fmt: skip
-"""Every named prompt set.  No revision is pinned: none was read from the hub when this was written."""
+"""Every named prompt set.  No revision is pinned: none had been read from the hub when this was written."""
 
 INSTRUCTIONS: Mapping[str, frozenset[str]] = {
     "instructions:chat": frozenset({"chat", "explanation", "writing"}),
@@ -113,7 +113,7 @@ def task_name(task: str) -> str:
 
 
 def check(task: str) -> str:
-    """Returns the task if it exists, else raises a DataError that lists the known ones."""
+    """Returns the task if it exists; otherwise raises a DataError that lists the known ones."""
     if task not in BUILT_IN and task not in TASKS and not task.endswith(FILES):
         raise DataError(
             f"unknown task {task!r}{nearest(task, [*BUILT_IN, *TASKS])}; or give a file of prompts, such as mine.jsonl"
@@ -143,10 +143,11 @@ def prompts(
 
 
 def load(task: str, data: str | Path | None = None, revision: str | None = None) -> PromptSet:
-    """A whole prompt set: from the folder `data` if that holds it, else from where it is published, at one commit.
+    """A whole prompt set: from the folder `data` if that contains it, otherwise from where it is published, at one
+    commit.
 
     revision: pins that commit, or as `sha256:...` the content of files.  Raises DataError for an unknown task, rows in
-    an unknown layout, rows other than the pinned ones, and if there is neither a folder nor a network.
+    an unknown layout, rows other than the pinned ones, and if neither a folder nor a network is available.
     """
     if check(task) in BUILT_IN or task.endswith(FILES):
         drawn = tuple(prompts(task, 10**9, revision=revision))
@@ -183,7 +184,7 @@ def _refuse_other(content: str | None, place: str, revision: str | None) -> None
 
 
 def files_of(task: Task, data: str | Path) -> tuple[Path, ...]:
-    """The files of a folder that hold a task: NAME.jsonl, .json or .parquet, or all such files of a folder NAME."""
+    """The files of a folder that contain a task: NAME.jsonl, .json or .parquet, or all such files in a folder NAME."""
     folder = Path(data)
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; name one with files such as gsm8k.jsonl")
@@ -200,8 +201,8 @@ def files_of(task: Task, data: str | Path) -> tuple[Path, ...]:
 def listed(data: str | Path | None = None) -> list[dict[str, Any]]:
     """All tasks: [{name, suite, used, rows, source, revision, licence, found, found_rows}].
 
-    Does not use the network.  The last two are None if the folder does not hold the task.  Raises DataError for a row
-    that can't be read.
+    Does not use the network.  The last two are None if the folder does not contain the task.  Raises DataError for a
+    row that can't be read.
     """
     entries = []
     for task in TASKS.values():

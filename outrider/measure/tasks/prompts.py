@@ -18,7 +18,7 @@ from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.text.cuts import Cuts
 
 SPARE = 4
-"""Prompts drawn per prompt measured: some may fall into loops."""
+"""Number of prompts drawn per prompt measured, since some answers may fall into loops."""
 
 
 def draw(task: str, config: Config) -> PromptSet:

@@ -37,12 +37,12 @@ class Task:
     config: str | None = None
     split: str = "test"
     files: tuple[str, ...] = ()
-    """Files of the repository that hold the rows, if the data set can't be loaded by name."""
+    """Files of the repository that contain the rows, if the data set can't be loaded by name."""
     revision: str | None = None
     """The pinned commit; None takes the newest, which is reported."""
     rows: int
     used: int
-    """Prompts that the published evaluation runs."""
+    """Number of prompts that the published evaluation runs."""
     prompt: Callable[[Row], Prompt]
     licence: str
     """As stated on its page when this was written; check the page before you share rows."""
@@ -51,7 +51,7 @@ class Task:
     shared: str | None = None
     """File name under which a folder may hold the rows of several tasks."""
     big: bool = False
-    """Rows are read on demand: together they would not fit into the memory of a small machine."""
+    """Rows are read on demand: all of them would not fit into the memory of a small machine."""
 
     @property
     def source(self) -> str:
@@ -123,7 +123,7 @@ def of_paths(paths: Sequence[Path]) -> Sequence[Row]:
         for path in paths:
             value = _json(regular(path).read_bytes(), str(path), "name a file with one row per line .jsonl")
             if not isinstance(value, list):
-                raise DataError(f"{path} must hold a list of rows, got {type(value).__name__}; download it again")
+                raise DataError(f"{path} must contain a list of rows, got {type(value).__name__}; download it again")
             rows += [mapping(row, f"{path}, row {number}") for number, row in enumerate(value, 1)]
         return rows
     import pyarrow.parquet  # slow to import, and only needed here
@@ -154,13 +154,13 @@ def published(task: Task, revision: str | None) -> tuple[Sequence[Row], str, str
     """The rows of a task, the commit that was read, and the source in words.  No code of the data set is executed."""
     if revision is not None and revision.startswith(CONTENT):
         raise DataError(
-            f"{task.name} is pinned to {revision}, the content of files, but no folder holds {task.name}; name one "
+            f"{task.name} is pinned to {revision}, the content of files, but no folder contains {task.name}; name one "
             f"with evaluate.data=FOLDER, or pin a commit of {task.hub}"
         )
     try:
         commit = revision if revision and _COMMIT.fullmatch(revision) else newest(task, revision)
         return _fetch(task, commit), commit, f"{task.source} at {commit[:12]}"
-    # the hub's client raises the errors of its HTTP library, which changes between versions
+    # the hub's client raises errors of its HTTP library, which differs between versions
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         names = " or ".join(f"{name}.jsonl" for name in (task.name, task.shared) if name)
@@ -176,7 +176,7 @@ def newest(task: Task, revision: str | None = None) -> str:
     if repository != task.hub:
         address = GITHUB_NEWEST.format(repository=repository, revision=revision or "HEAD")
         return _read_url(address, "application/vnd.github.sha").decode().strip()
-    from huggingface_hub import HfApi  # a second to import, and only needed here
+    from huggingface_hub import HfApi  # takes a second to import, and only needed here
 
     commit = HfApi().dataset_info(task.hub, revision=revision, timeout=30).sha
     if not commit:
@@ -202,7 +202,7 @@ def _fetch(task: Task, commit: str) -> Sequence[Row]:
             f"the folder {task.hub} would be read instead of the data set of that name; run from another folder"
         )
     rows = cast(datasets.Dataset, datasets.load_dataset(task.hub, task.config, split=task.split, revision=commit))
-    # if a commit can't be reached, `datasets` takes another one from its cache, with a warning
+    # if a commit can't be reached, `datasets` uses another one from its cache, with a warning
     if not all(commit in file["filename"] for file in rows.cache_files):
         raise DataError(f"{task.hub} has no commit {commit}; pin another one in evaluate.revisions")
     return cast(Sequence[Row], rows)

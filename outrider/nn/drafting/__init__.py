@@ -1,1 +1,1 @@
-"""How served drafters draft: chains and trees, from their own output or from several drafters at once."""
+"""How drafters draft in serving: chains and trees, from their own output or from several drafters at once."""

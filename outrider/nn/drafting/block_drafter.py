@@ -76,7 +76,7 @@ class StaticBackbone(Unread, ABC):
         if self.model.reduced is not None:
             self.borrowed = [self.model.reduced.head(self.model.dtype)]
         kv_cache = memory.kv_cache
-        if not kv_cache.layers:  # the first pass makes the buffers
+        if not kv_cache.layers:  # the first pass creates the buffers
             kv_cache.open([0], 1)
             self.backbone.remember(self.features[:1, :1], self.start[:1, None], kv_cache)
         self.caches = [StaticCache(kv_cache, self.width + self.backbone.width)]
@@ -95,7 +95,7 @@ class StaticBackbone(Unread, ABC):
 
 
 def is_greedy(state: DecodeState) -> bool:
-    """Every live slot takes the likeliest token, and no token is banned."""
+    """Whether every live slot uses the likeliest token and no token is banned."""
     return state.judge.temperature is None and not state.judge.bans
 
 
@@ -103,7 +103,7 @@ def is_greedy(state: DecodeState) -> bool:
 
 
 class BlockDrafter(BackboneDrafter):
-    """Drafts one block per slot, with siblings if its config has some."""
+    """Drafts one block per slot, with siblings if its config has any."""
 
     def __init__(self, model: Any):
         """model: a `block_model.BlockModel`."""
@@ -149,7 +149,7 @@ class BlockDrafter(BackboneDrafter):
         """The compiled step for these requests; None if there is none."""
         if is_greedy(state):
             return self.greedy
-        # `is_tempered`, that all slots draw from all tokens, comes last: without a graph it would only wait for a GPU
+        # `is_tempered` (all slots sample from all tokens) comes last: without a graph it would only wait for a GPU
         is_drawn = (
             self.drawn.graph is not None and isinstance(state.judge, SamplingJudge) and state.judge.settings.is_tempered
         )
@@ -187,7 +187,8 @@ class StaticBlock(StaticBackbone):
 def sibling_tree(block: int, siblings: Sequence[int]) -> RankTree:
     """A block's chain with siblings at its first slots.
 
-    The sibling of rank r at slot k is ordered like the chain's slot k + 2 r, which is about as likely by measurement.
+    The sibling of rank r at slot k is ordered like the chain's slot k + 2 r, which measurements show to be about as
+    likely.
     """
     nodes = [(k, 0) for k in range(block)]
     nodes += [(k, rank + 1) for k, count in enumerate(siblings) for rank in range(count)]

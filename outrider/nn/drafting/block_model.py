@@ -1,7 +1,7 @@
 """Draft models of blocks: a backbone reads a block of anchor and masks in one pass and gives a state per drafted token.
 
 States of a few target layers, fused, are extra keys and values in every layer of the backbone (DFlash, arXiv
-2602.06036).  What turns its states into tokens is the method's: a `BlockModel` decodes them.
+2602.06036).  How states become tokens is up to the method: a `BlockModel` decodes them.
 
 B sequences or slots, A blocks of a sequence, K tokens of a block, C context positions, T taps, H hidden size, D tokens
 that can be drafted, V vocabulary.
@@ -35,13 +35,13 @@ from outrider.targets.cache.slots import SlotCache
 from outrider.targets.protocol import Target
 
 Pick = Callable[[Tensor, int], Tensor]
-"""(logits [B, D], slot of the block) to the drafted tokens [B]."""
+"""(logits [B, D], slot of the block) → the drafted tokens [B]."""
 Decoded = tuple[Tensor, Tensor, Tensor | None]
 """Tokens [B, K], logits [B, K, D] and confidences [B, K] of one block per slot; None without a confidence head."""
 Block = Annotated[PositiveInt, Field(description="Tokens drafted per step.")]
 Decay = Annotated[
     PositiveFloat,
-    Field(description="Tokens after which the training weight falls to 1/e: token k weighs exp(-k / decay)."),
+    Field(description="Tokens after which the training weight falls to 1/e: token k has weight exp(-k / decay)."),
 ]
 
 
@@ -50,7 +50,9 @@ class BackboneConfig(LayerConfig):
 
     block: Block = 7
     anchor_predicts: bool = True
-    """The anchor's slot predicts the first token, and masks the next ones; no: each mask predicts its own position."""
+    """The anchor's slot predicts the first token and masks predict the next ones; no: each mask predicts its own
+    position.
+    """
     siblings: tuple[NonNegativeInt, ...] = ()
     """Number of next best tokens that are also verified at slot 0, 1, … of a greedy request's block, as leaves of a
     tree."""
@@ -61,13 +63,15 @@ class BackboneConfig(LayerConfig):
     init_from_layers: InitLayers = None
     mask_token: MaskToken = None
     anchors: PositiveInt = 512
-    """Most blocks trained per text and step."""
+    """Maximum number of blocks trained per text and step."""
     vocabulary: PositiveInt | None = None
-    """Number of tokens it can draft: the most frequent ones of the training data, by the target's own head over them;
-    by default all.  With a large vocabulary, the head takes most of the time of a draft and of a training step."""
+    """Number of tokens it can draft: the most frequent ones in the training data, with the target's own head over them;
+    by default all.  With a large vocabulary, the head takes most of the time of a draft and of a training step.
+    """
     decay: Decay = 4.0
     prefixes: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the blocks, 0 to 1, that are trained with their first n tokens given, n drawn in proportion to 0.9 ** n;
+    """Share of the blocks, 0 to 1, that are trained with their first n tokens given, with n sampled in proportion to
+    0.9 ** n;
     the weight decays from the first token that is not given (D2SD's variable prefix)."""
 
 
@@ -152,11 +156,11 @@ class Backbone(MaskedModule, FusedTaps):
 
 
 class BlockModel(DraftModel):
-    """A backbone and what turns its states into tokens.  It is served by `BlockDrafter`."""
+    """A backbone and the part that turns its states into tokens.  It is served by `BlockDrafter`."""
 
     has_confidence = False
     splits_texts = True
-    """Several processes can split each text in training."""
+    """Whether several processes can split each text in training."""
     code: tuple[ModuleType, ...] = ()
     """Modules with code of the model, besides the one of its class; a change in one recompiles its pass."""
 
@@ -208,7 +212,7 @@ class BlockModel(DraftModel):
         return super().logits(states) if self.draft_vocabulary is None else self.draft_vocabulary(states)
 
     def picked(self, logits: Tensor, slot: int, pick: Pick | None) -> Tensor:
-        """The tokens [B] that `pick` takes from a slot's logits [B, D]; without it, the likeliest."""
+        """The tokens [B] that `pick` chooses from a slot's logits [B, D]; without it, the likeliest."""
         return self.named(logits.argmax(-1)) if pick is None else pick(logits, slot)
 
     def named(self, columns: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class BlockRows(SharedLabels):
     a + 1 + k."""
 
     before: Tensor | None = None
-    """[blocks, H], what a method takes from the token before each anchor; None if it takes nothing."""
+    """[blocks, H], what a method uses from the token before each anchor; None if nothing."""
 
     def __init__(self, model: DraftModel, blocks: Blocks, batch: Batch):
         self.slots = blocks.config.block
@@ -52,7 +52,7 @@ class BlockRows(SharedLabels):
         weights = loss_mask * _weights(blocks, batch, at, prefix_lengths)
         if batch.stripe is not None:
             at, labels_at, weights = map(batch.stripe.own, (at, labels_at, weights))
-            labels_at = labels_at.clamp(min=1)  # padding behind the last block has position 0 and weight 0
+            labels_at = labels_at.clamp(min=1)  # padding after the last block has position 0 and weight 0
         text = torch.arange(len(at), device=at.device).repeat_interleave(at.shape[1])
         labels_at, weights = labels_at.flatten(0, 1), weights.flatten(0, 1)
         self.previous = batch.tokens[text[:, None], labels_at - 1].flatten()
@@ -74,7 +74,7 @@ class BlockRows(SharedLabels):
 
 
 def _weights(blocks: Blocks, batch: Batch, at: Tensor, prefix_lengths: Tensor | None) -> Tensor:
-    """Weights of the rows, which decay from the first token that is not given; given tokens weigh 0."""
+    """Weights of the rows, which decay from the first token that is not given; given tokens have weight 0."""
     if prefix_lengths is None:
         return blocks.weights(batch, at)
     order = torch.arange(blocks.config.block, device=at.device) - prefix_lengths[..., None]
@@ -91,8 +91,9 @@ def sample_prefix_lengths(batch: Batch, blocks: int, share: float, block: int) -
 
 
 def prefix_tokens(tokens: Tensor, at: Tensor, lengths: Tensor, width: int) -> Tensor:
-    """The first lengths[b, a] tokens after positions `at` [B, A] of texts [B, S], in the slots of a block that else
-    hold masks: [B, A, width], -1 in the others."""
+    """The first lengths[b, a] tokens after positions `at` [B, A] of texts [B, S], in the slots of a block that would
+    otherwise hold masks: [B, A, width], -1 in the others.
+    """
     order = torch.arange(width, device=at.device)
     positions = (at[..., None] + order).clamp(max=tokens.shape[1] - 1)
     following = tokens.gather(1, positions.flatten(1)).view(positions.shape)

@@ -1,12 +1,12 @@
-"""Drafters that share one draft: each proposes nodes, and each observes what happened to its own.
+"""Drafters that share one draft: each proposes nodes and observes what happened to its own.
 
-A part observes a step as if it were alone: its own draft with the nodes of it that were accepted, and the next token
-as the correction.  Tokens after that, which others drafted, it observes as a second step: a chain that was accepted
-whole.  So its caches may follow its own nodes, and it misses no token.  A part with `watches = True` observes the step
-as it was, with the draft of all.
+A part observes a step as if it were alone: its own draft, the accepted nodes of it, and the next token as the
+correction.  Later tokens, drafted by others, are observed as a second step: a chain that was fully accepted.  So its
+caches may follow its own nodes, and it does not miss any token.  A part with `watches = True` observes the step as
+it was, with the combined draft.
 
-Parts must draw independently of each other; otherwise the q of a later sibling would be wrong once an earlier one was
-rejected.  So every part has its own noise, nested parts too.  In slots with a seed all parts draw with the target's
+Parts must sample independently of each other; otherwise the q of a later sibling would be wrong once an earlier one was
+rejected.  So every part, even a nested one, has its own noise.  In slots with a seed all parts sample with the target's
 noise, and their nodes count as deterministic in the acceptance rule.
 
 B live slots, N drafted nodes, T taps.
@@ -144,14 +144,14 @@ def _for_part(state: DecodeState, part: int, stop: Stop | None) -> DecodeState:
 
 
 def _verified(draft: Draft) -> list[dict[int, int]]:
-    """By slot: from a node's number in the union, before any cut, to its number in the verified draft."""
+    """By slot: a node's number in the union before any cut → its number in the verified draft."""
     numbers = [range(size) for size in draft.live] if draft.origin is None else draft.origin.tolist()
     slots = zip(numbers, draft.live, strict=True)
     return [{number: n for n, number in enumerate(slot_numbers[:size])} for slot_numbers, size in slots]
 
 
 def _followed(part_draft: Draft, node_maps: dict[int, int], path: Sequence[int], b: int) -> list[int]:
-    """The part's own nodes along the accepted path, up to the first that it lacks."""
+    """The part's own nodes along the accepted path, up to the first one it lacks."""
     nodes = [-1]
     for target_node in path:
         below = (n for n, index in node_maps.items() if index == target_node and part_draft.tree[b][n] == nodes[-1])
@@ -197,7 +197,7 @@ def _tell(
 
 
 def _scored(scores: Scores, rows: list[list[int]], slots: list[int] | None = None) -> Scores:
-    """These rows of these slots, by default of all; the first ones without a copy."""
+    """These rows of these slots, by default of all slots; leading slots are not copied."""
     width = max(map(len, rows))
     if slots is None and all(row == list(range(len(row))) for row in rows):
         return scores.first(width)

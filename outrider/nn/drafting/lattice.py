@@ -1,9 +1,9 @@
-"""A lattice: the likeliest candidates of every drafted row, scored in pairs with those of the row before.
+"""A lattice: the likeliest candidates of every drafted row, scored in pairs with those of the previous row.
 
 One pass gives the candidates of all rows at once; a score for every pair of neighbours says which of them fit together
 (DFlash 2, Inco AI 2026; LiLiCorr, arXiv 2608.20530).  The draft is one path, chosen left to right, or a tree whose
-branches are conditional on their own parents.  The best whole path is not searched: what counts is the length of the
-accepted beginning.
+branches are conditioned on their own parents.  It does not search for the best whole path: what counts is the length of
+the accepted prefix.
 
 Differs from the published methods: they walk one path, and their trees, if any, use the rows' own probabilities,
 whatever was drafted before.
@@ -24,7 +24,7 @@ from outrider.nn.drafting.trees import Expand
 from outrider.sampling.distribution import wide
 
 Choose = Callable[[Tensor, int], Tensor]
-"""(scores of one row's candidates [B, k], row) to the number of the chosen one, [B]."""
+"""(scores of one row's candidates [B, k], row) → the number of the chosen one, [B]."""
 
 
 class Candidates(NamedTuple):
@@ -42,13 +42,13 @@ class Candidates(NamedTuple):
         """logits [..., V]."""
         best = logits.topk(k, -1)
         whole, held = wide(logits).logsumexp(-1), wide(best.values).logsumexp(-1)
-        # at most 1: rounding may make the part larger than the whole
+        # capped at 1: rounding may make the part larger than the whole
         share = (held - whole).exp().clamp(max=1.0)
         return cls(best.values, best.indices, whole + torch.log1p(-share))
 
 
 class Lattice(NamedTuple):
-    """Candidates of K rows, and how well each follows those of the row before."""
+    """Candidates of K rows, and how well each follows those of the previous row."""
 
     ids: Tensor
     """[B, K, k] int64."""
@@ -64,8 +64,9 @@ class Lattice(NamedTuple):
         return self.ids.shape[1]
 
     def after(self, row: int, parents: Tensor) -> Tensor:
-        """Scores [B, W, k] of a row's candidates after candidates [B, W] of the row before; row 0 follows the
-        anchor."""
+        """Scores [B, W, k] of a row's candidates after candidates [B, W] of the previous row; row 0 follows the
+        anchor.
+        """
         if not row:
             return self.first[:, None].expand(-1, parents.shape[1], -1)
         return self.pairs[:, row - 1].gather(1, parents[..., None].expand(-1, -1, self.ids.shape[2]))
@@ -76,7 +77,7 @@ class Lattice(NamedTuple):
 
 
 def log_shares(scores: Tensor, rest: Tensor) -> Tensor:
-    """log q [..., k] of candidates from their scores, if all other tokens together weigh exp(rest) [...]."""
+    """log q [..., k] of candidates from their scores, if all other tokens together have weight exp(rest) [...]."""
     scores = wide(scores)
     return scores - torch.logaddexp(scores.logsumexp(-1), rest.to(scores))[..., None]
 
@@ -84,7 +85,7 @@ def log_shares(scores: Tensor, rest: Tensor) -> Tensor:
 def walk(lattice: Lattice, choose: Choose) -> tuple[Tensor, Tensor]:
     """One path, left to right: the number [B, K] of each row's candidate, and the scores [B, K, k] it was chosen by.
 
-    The q of a drawn token is the softmax of its row's scores: conditional on the tokens before it, and 0 outside the
+    The q of a sampled token is the softmax of its row's scores, conditioned on the tokens before it, and 0 outside the
     candidates.
     """
     chosen, scores = [], []
@@ -97,14 +98,14 @@ def walk(lattice: Lattice, choose: Choose) -> tuple[Tensor, Tensor]:
 
 
 def likeliest(scores: Tensor, row: int) -> Tensor:
-    """A `Choose` without noise; the first of equals."""
+    """A `Choose` without noise; the first on a tie."""
     return scores.argmax(-1)
 
 
 def confidence(scores: Tensor, rest: Tensor) -> Tensor:
     """[..., K] float32, the probability of each row's best candidate, from the scores of a walk [..., K, k].
 
-    It depends only on the tokens before the row, so a draft may end by it.
+    It depends only on the tokens before the row, so a draft may be ended based on it.
     """
     return log_shares(scores, rest).amax(-1).exp().float()
 
@@ -116,7 +117,7 @@ def best_first(lattice: Lattice, nodes: int) -> tuple[Tensor, Tensor]:
     """The `nodes` likeliest paths as one tree, in descending order: tokens and parents, [B, N].
 
     A path's probability is the product of q along it, each given its parent.  A child is never likelier than its
-    parent, and of equals the shallower comes first, so every prefix is the best tree of its size.  Nothing is copied
+    parent, and on a tie the shallower comes first, so every prefix is the best tree of its size.  Nothing is copied
     to the host.
     """
     k = lattice.ids.shape[2]
@@ -150,7 +151,7 @@ def number_of_nodes(nodes: int, depth: int, k: int) -> int:
 
 
 def _ranked(scores: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """The highest scores [B, <= most] and their indices; equals keep their order."""
+    """The highest scores [B, <= most] and their indices; ties keep their order."""
     values, order = scores.sort(dim=1, descending=True, stable=True)
     return values[:, :most], order[:, :most]
 
@@ -158,7 +159,7 @@ def _ranked(scores: Tensor, most: int) -> tuple[Tensor, Tensor]:
 def expand(lattice: Lattice, spread: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Expand]:
     """The inputs of `trees.drawn`: logits [B, V] after the anchor, and the `Expand` for nodes of a tree.
 
-    spread: scores [B, W, k] and ids [B, W, k] to logits [B, W, V], -inf elsewhere.
+    spread: scores [B, W, k] and ids [B, W, k] → logits [B, W, V], -inf elsewhere.
     """
 
     def logits(row: int, parents: Tensor) -> Tensor:
@@ -167,7 +168,7 @@ def expand(lattice: Lattice, spread: Callable[[Tensor, Tensor], Tensor]) -> tupl
 
     def after(tree: Draft, new: int) -> Tensor:
         tokens = tree.tokens[:, -new:, None]
-        # a token outside the candidates, only possible for a node without probability, gets the first one's scores
+        # a token outside the candidates (only possible for a node with probability 0) gets the first one's scores
         return logits(tree.depth, (tokens == lattice.ids[:, tree.depth - 1, None]).long().argmax(-1))
 
     return logits(0, torch.zeros_like(lattice.ids[:, 0, :1]))[:, 0], after

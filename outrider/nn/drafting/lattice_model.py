@@ -1,7 +1,7 @@
 """Draft models whose rows' candidates are scored in pairs, and how they are served: a walk, or with `nodes` a tree.
 
-A tree has the likeliest paths at temperature 0, else siblings drawn without replacement.  How pairs are scored is the
-method's: a `LatticeModel` gives the lattice of its states.
+A tree has the likeliest paths at temperature 0, otherwise siblings sampled without replacement.  How pairs are scored
+is up to the method: a `LatticeModel` returns the lattice of its states.
 
 B live slots, K rows of a block, k candidates of a row, N nodes, H hidden size, V vocabulary.
 """
@@ -50,10 +50,10 @@ class LatticeModel(BlockModel):
 
     @abstractmethod
     def scored_after(self, states: Tensor, previous: Tensor, best: Candidates, before: Tensor | None) -> Tensor:
-        """Scores [B, K, k] of candidates, each row's after the text's own token before it, `previous` [B, K]."""
+        """Scores [B, K, k] of candidates, each row's given the text's own previous token, `previous` [B, K]."""
 
     def before(self, taps: Tensor, taps_at: Tensor, anchors_at: Tensor) -> Tensor | None:
-        """What else scores depend on, [B, H], of the token before the anchor; arguments as in `Backbone`."""
+        """What else the scores depend on: [B, H] from the token before the anchor; arguments as in `Backbone`."""
         return None
 
     def lattice(self, states: Tensor, anchors: Tensor, before: Tensor | None = None) -> Lattice:
@@ -68,7 +68,7 @@ class LatticeModel(BlockModel):
         return self.decode(states, anchors, pick, self.before(taps, taps_at, anchors_at))
 
     def decode(self, states: Tensor, anchors: Tensor, pick: Pick | None, before: Tensor | None = None) -> Decoded:
-        """As in `BlockModel`; the returned logits are the rows' own, without the pairs."""
+        """As in `BlockModel`, but the returned logits are the rows' own, without the pairs."""
         logits = self.logits(states)
         best, columns = self.candidates(logits)
         lattice, tokens = self.scored(states, anchors, best, before), list[Tensor]()
@@ -103,7 +103,7 @@ class LatticeModel(BlockModel):
         the best after the text's tokens; expected tokens per step of the walk, of the rows' own choices (`unary`) and
         of the best possible path (`oracle`).
 
-        Rows count up to the first whose token is not the target's choice, since verification gets no further.
+        Rows count up to the first whose token is not the target's choice, since verification stops there.
         """
         choice = target.argmax(-1).view(-1, rows.slots)
         states, previous = rows.whole(rows.states[part], part)

@@ -1,16 +1,16 @@
 """Drafters that feed their own output back: EAGLE's heads (arXiv 2401.15077, 2406.16858, 2503.01840) and MTP.
 
-A step module reads pairs, at rotary position i the target's feature of position i and token i + 1, with causal
+A step module reads pairs (at rotary position i, the target's feature of position i and token i + 1) with causal
 attention over earlier pairs, and predicts token i + 2.  The next step reads the drafted token with the module's own
-output in place of the feature, at position i + 1, and so on.  Keys of pairs stay; those of drafted tokens are dropped
-with the draft, since their features were predictions.
+output in place of the feature, at position i + 1, and so on.  Keys of pairs are kept; those of drafted tokens are
+dropped with the draft, since their features were predictions.
 
 With several modules, module m reads token i + 1 + m and, in place of the feature, the output of module m - 1 for the
-token before (DeepSeek-V3, arXiv 2412.19437).  So module m reads every token of a text but the first m + 1, and drafted
-tokens are read by all modules that predict from them.  After the last module its own output is fed back.
+token before (DeepSeek-V3, arXiv 2412.19437).  So module m reads every token of a text except the first m + 1, and
+drafted tokens are read by all modules that predict from them.  After the last module its own output is fed back.
 
 Training unrolls the same steps at every position of a text (EAGLE-3's training-time test).  In step s the rollout of
-position i attends to the same as in serving: pairs up to i of its text, and its own steps 1 to s.
+position i attends to the same rows as in serving: pairs up to i of its text, and its own steps 1 to s.
 
 B slots or texts, n positions, K steps, D modules, H hidden size, V vocabulary, h heads, d head size, E drafted nodes
 read.
@@ -43,7 +43,7 @@ from outrider.targets.cache.slots import SlotCache
 from outrider.targets.protocol import LayerSizes
 
 READ = 512
-"""Most pairs of one slot read in one pass."""
+"""Maximum number of pairs of one slot read in one pass."""
 ROWS = 128
 """Rollouts per attention call in training; more would compute more masked scores."""
 
@@ -54,18 +54,21 @@ class RecurrentConfig(LayerConfig):
     length: PositiveInt = 5
     """Tokens drafted per step; levels of a tree."""
     width: PositiveInt = 1
-    """Most children of a node; above 1 the draft is a tree, of the likeliest paths at temperature 0 or of drawn
+    """Maximum number of children of a node; above 1 the draft is a tree, of the likeliest paths at temperature 0 or of
+    drawn
     siblings."""
     nodes: PositiveInt = 16
-    """Nodes of a tree; a chain has `length`."""
+    """Number of nodes of a tree; a chain has `length`."""
     replacement: bool = False
-    """Draw the siblings of a tree with replacement; no: without, and more are accepted."""
+    """Sample the siblings of a tree with replacement; no: without, so that more are accepted."""
     ttt: PositiveInt = 7
     """Steps unrolled in training."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Weight of a step in training relative to the step before: step s weighs decay ** s."""
+    """Weight of a step in training relative to the previous step: step s has weight decay ** s."""
     anchors: PositiveInt | None = None
-    """Most rollouts trained per text and step; by default all.  Fewer save time in the head, most of a step's work."""
+    """Maximum number of rollouts trained per text and step; by default all.  Fewer rollouts save time in the head,
+    which is most of a step's work.
+    """
 
 
 class RecurrentModel(DraftModel):
@@ -73,7 +76,7 @@ class RecurrentModel(DraftModel):
 
     shape: LayerSizes
     taps: tuple[int, ...] = ()
-    """Target layers its features are made of; () takes the hidden state after the final norm."""
+    """Target layers its features are made of; () uses the hidden state after the final norm."""
     num_modules = 1
     """Number of step modules; step s uses module min(s, num_modules - 1)."""
     limits: Sequence[AttentionLimit | None] = (None,)
@@ -93,7 +96,7 @@ class RecurrentModel(DraftModel):
         name."""
 
     def guide(self, batch: Batch, at: Tensor) -> Tensor | None:
-        """An additional input [B, A, H] of the rollouts from positions `at` [B, A]; None for none."""
+        """An additional input [B, A, H] of the rollouts from positions `at` [B, A]; None if there is none."""
         return None
 
     def guided(self, states: Tensor, guide: Tensor | None) -> Tensor:
@@ -116,7 +119,7 @@ class Memory(FeatureMemory):
     outputs: Tensor
     """[slots, D * H]: outputs of all modules for the last pair read, concatenated; 0 before the first."""
     guide: Tensor | None = None
-    """[slots, H], the guide of each slot's next draft; None for none."""
+    """[slots, H], the guide of each slot's next draft; None if there is none."""
 
 
 class RecurrentDrafter(PairDrafter):
@@ -127,7 +130,8 @@ class RecurrentDrafter(PairDrafter):
         super().__init__(model, self.branching.limit, self.branching.limit + 1)
 
     def allocate(self, cache: Cache) -> Memory:
-        # besides the text's pairs: drafted tokens that are read, and columns since slots have unequal numbers of pairs
+        # in addition to the text's pairs: drafted tokens that are read, and columns because slots have unequal numbers
+        # of pairs
         more = self.limit + 1 + max(self.limit, self.branching.width * self.model.config.length)
         modules, target = self.model.num_modules, self.model.target
         memory = Memory(cache.slots, cache.length + more, modules, self.model)
@@ -263,7 +267,7 @@ def _mask(model: RecurrentModel, cache: SlotCache, module: int, at: Tensor, tree
 
 
 class UnrolledRows(SharedLabels):
-    """Predictions of rollouts from every position of a batch: K rows a rollout, row s labelled with token i + 2 + s.
+    """Predictions of rollouts from every position of a batch: K rows per rollout, row s labelled with token i + 2 + s.
 
     Step s reads token i + 1 + s and the output of step s - 1, step 0 the target's feature of position i; the gradient
     goes through all steps.  Rollouts without trained labels, and those that `anchors` leaves out, have no rows.
@@ -281,7 +285,7 @@ class UnrolledRows(SharedLabels):
 
 
 def foremost(live: Tensor) -> Tensor:
-    """The live positions of every text, [B, A] ascending and padded with others; A is the most of any text.  live
+    """The live positions of every text, [B, A] ascending and padded with others; A is the maximum over texts.  live
     [B, n]."""
     most = max(1, int(live.sum(1).max()))
     order = live.long().sort(dim=1, descending=True, stable=True).indices
@@ -320,7 +324,7 @@ class Unrolled:
         """Keys and values of every layer, by step."""
 
     def step(self, number: int) -> Attend:
-        """Attention in this step.  A step that is repeated after later ones gives the same output."""
+        """Attention in this step.  Repeating a step after later ones gives the same output."""
         return functools.partial(self._attend, number)
 
     def _attend(
@@ -347,7 +351,7 @@ def unrolled_mask(documents: Tensor, rows: Tensor, end: int, steps: int, window:
     """Attention mask of rollouts at positions `rows` [B, a] in step `steps`: [B, 1, a, end + steps * a] bool.
 
     Columns are the pairs 0 to end - 1, then these rollouts' keys of each step from 1 on.  documents [B, S].  window:
-    most positions that a row attends to, including its own.
+    maximum number of positions that a row attends to, including its own.
     """
     at, row_at = torch.arange(end, device=documents.device), rows[..., None]
     is_before = (at <= row_at) & (documents.gather(1, rows)[..., None] == documents[:, None, :end])

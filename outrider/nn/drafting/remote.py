@@ -49,7 +49,7 @@ class RemoteDrafter(Drafter):
         return probe and Probe(*(x.to(state.device) for x in (probe.embeddings, probe.mask, probe.depths)))
 
     def observe(self, memory: Any, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
-        # q [B, N, V] is large, and the drafter made it itself
+        # q [B, N, V] is large, and the drafter created it itself
         local_draft = _moved(replace(draft, q=None), self.device)
         self.drafter.observe(memory, self._here(state), local_draft, accepted, self._taps_of(scores))
 

@@ -1,4 +1,4 @@
-"""Drawing a draft's tokens in serving: chains, trees, and which tokens are possible.
+"""Sampling a draft's tokens in serving: chains, trees, and which tokens are possible.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -20,9 +20,10 @@ from outrider.targets.skip import probability
 
 
 class Sampler:
-    """Draws a draft's tokens, depth by depth: the likeliest at temperature 0, else from the request's distribution q.
+    """Samples a draft's tokens, depth by depth: the likeliest at temperature 0, otherwise from the request's
+    distribution q.
 
-    Banned tokens have probability 0; the ban depends on the tokens drawn before.
+    Banned tokens have probability 0; the ban depends on the tokens sampled before.
     """
 
     def __init__(self, state: DecodeState):
@@ -35,7 +36,7 @@ class Sampler:
         return self.draw(self.state.judge.masked(logits, self.tokens))
 
     def draw(self, logits: Tensor) -> Tensor:
-        """As `next`, for logits that are already masked."""
+        """Like `next`, for logits that are already masked."""
         if self.state.judge.temperature is None:
             self.tokens.append(logits.argmax(-1))
         else:
@@ -45,14 +46,14 @@ class Sampler:
         return self.tokens[-1]
 
     def draft(self, sizes: Tensor, confidence: Tensor | None = None) -> Draft:
-        """The chain of the drawn tokens.  sizes [B] int64 on the CPU."""
+        """The chain of the sampled tokens. sizes [B] int64 on the CPU."""
         if not self.tokens:
             return Draft.empty(len(self.state.rows), self.state.device)
         return Draft.chain(torch.stack(self.tokens, 1), sizes, torch.stack(self.q, 1) if self.q else None, confidence)
 
 
 def chain(first: Tensor, read_one: Callable[[Tensor], Tensor], budget: Tensor, state: DecodeState) -> Draft:
-    """Draw a chain token by token.  first [B, V], logits after the anchor.
+    """Sample a chain token by token. first [B, V], logits after the anchor.
 
     read_one reads one drafted token per slot, [B], and returns the logits [B, V] after it; the last token is not read.
     """
@@ -63,7 +64,7 @@ def chain(first: Tensor, read_one: Callable[[Tensor], Tensor], budget: Tensor, s
                 break
             logits = read_one(sampler.tokens[-1])
         logits = state.judge.masked(logits, sampler.tokens)
-        # before the token is drawn, so that the end of a draft does not depend on it
+        # before the token is sampled, so that the end of a draft does not depend on it
         if stop is not None and not stop.draws(probability(logits)):
             break
         sampler.draw(logits)
@@ -71,7 +72,7 @@ def chain(first: Tensor, read_one: Callable[[Tensor], Tensor], budget: Tensor, s
 
 
 def side_by_side(logits: Tensor, budget: Tensor, state: DecodeState) -> Draft:
-    """A chain whose tokens are drawn independently.  logits [B, at least budget, V] of every depth.
+    """A chain whose tokens are sampled independently. logits [B, at least budget, V] of every depth.
 
     `state.stop` is ignored, since the one pass is already done.
     """
@@ -85,7 +86,8 @@ def tree(
     first: Tensor, expand: trees.Expand, budget: Tensor, state: DecodeState, *, width: int, depth: int,
     parents: Sequence[int], replacement: bool = False,
 ) -> Draft:  # fmt: skip
-    """The likeliest paths at temperature 0, else the shape `parents` with drawn nodes.  first [B, V], logits after the
+    """The likeliest paths at temperature 0, otherwise the shape `parents` with sampled nodes.  first [B, V], logits
+    after the
     anchor."""
 
     def possible(tree: Draft, new: int) -> Tensor:
@@ -122,7 +124,7 @@ class Branching:
 
 
 def allowed(config: Any, target: Target) -> Any:
-    """The config, with width 1 if the target verifies no trees.  Warns of settings without effect."""
+    """The config, with width 1 if the target can't verify trees.  Warns about settings without effect."""
     if config.width == 1:
         idle = {"nodes": False, "replacement": False}
         warn_idle(config.kind, config, idle, "on a chain; set width above 1 for a tree")
@@ -151,15 +153,15 @@ def possible(draft: Draft, state: DecodeState) -> Draft:
 
 
 def verifies_trees(target: Target, kind: str, instead: str) -> bool:
-    """Whether the target verifies trees; if not, warns that `kind` drafts `instead`."""
+    """Whether the target can verify trees; if not, warns that `kind` drafts `instead`."""
     if target.spec.mode != "tree":
-        message = "%s verifies no trees (its mode is %s): %s drafts %s"
+        message = "%s can't verify trees (its mode is %s): %s drafts %s"
         logging.getLogger(__name__).warning(message, target.spec.name, target.spec.mode, kind, instead)
     return target.spec.mode == "tree"
 
 
 def warn_idle(kind: str, config: object, needs: Mapping[str, object], because: str) -> None:
-    """Warn of settings that differ from their default and have no effect.  needs: setting to whether it is used."""
+    """Warn about settings that differ from their default but have no effect.  needs: setting → whether it is used."""
     fields = type(config).model_fields  # type: ignore[attr-defined]
     idle = [name for name, is_used in needs.items() if not is_used and getattr(config, name) != fields[name].default]
     if idle:

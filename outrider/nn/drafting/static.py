@@ -1,4 +1,4 @@
-"""Shared parts of drafters in a static step: the counterparts of `memory` and `serving`, in tensors that stay.
+"""Shared parts of drafters in a static step: the counterparts of `memory` and `serving`, in persistent tensors.
 
 B slots, W columns for unread features, N nodes, V vocabulary.
 """
@@ -22,7 +22,7 @@ class Unread(StaticDrafter):
     """A drafter that reads the features of the last step in its next draft."""
 
     def __init__(self, drafter: FeatureDrafter, memory: FeatureMemory, width: int):
-        """width: most unread features of a slot; one more column is for a step without a draft."""
+        """width: maximum number of unread features of a slot; one more column is for a step without a draft."""
         self.drafter, self.memory, self.width = drafter, memory, width + 1
         self.features = memory.features.new(self.width)
         """[B, W, ...], right-padded."""
@@ -32,7 +32,9 @@ class Unread(StaticDrafter):
         """[B], how many were read."""
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
-        """Take over these slots' unread features; of a long text without drafts, all but the last are read first."""
+        """Take over these slots' unread features; if there are many, as after a long text without drafts, all but the
+        last are read first.
+        """
         self.drafter.catch_up(self.memory, rows, state)
         for row in rows:
             self.start[row] = self.memory.features.read[row]
@@ -68,7 +70,7 @@ class Unread(StaticDrafter):
 
 
 class Branched(StaticDrafter):
-    """Grows a tree level by level, as `serving.tree`: the likeliest paths, or drawn siblings of a fixed shape."""
+    """Grows a tree level by level, like `serving.tree`: the likeliest paths, or sampled siblings in a fixed shape."""
 
     code = (trees,)
     branching: Branching

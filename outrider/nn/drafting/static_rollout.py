@@ -29,15 +29,16 @@ class StaticRecurrent(Unread):
     """
 
     def __init__(self, drafter: Any, memory: Any, length: int, most: int, read: int):
-        """drafter, memory: as in `recurrent`.  length: drafted levels; most: unread pairs of a slot; read: drafted
-        tokens whose keys are stored."""
+        """drafter, memory: as in `recurrent`.  length: drafted levels; most: maximum number of unread pairs of a slot;
+        read: drafted tokens whose keys are stored.
+        """
         super().__init__(drafter, memory, most)
         model = drafter.model
         self.model, self.length, kv_cache = model, length, memory.kv_cache
         self.tokens = self.counts.new_zeros(len(self.counts), self.width)
         """[B, W], the tokens of the unread pairs."""
         self.outputs = memory.outputs
-        if not kv_cache.layers:  # the first pass makes the buffers
+        if not kv_cache.layers:  # the first pass creates the buffers
             kv_cache.open([0], 1)
             states, at = model.features(self.features[:1, :1]), self.start[:1, None]
             for module in range(model.num_modules):
@@ -141,7 +142,7 @@ class StaticTree(Branched, StaticRecurrent):
         return self.grown(self.first(self.outputs[:, None]), expand, slots, rule, is_ready)
 
     def _expand(self) -> trees.Expand:
-        """As `recurrent.Rollout.expand`."""
+        """Like `recurrent.Rollout.expand`."""
         model, modules, outputs = self.model, self.model.num_modules, [self.outputs[:, None]]
 
         def expand(tree: Draft, new: int) -> Tensor:

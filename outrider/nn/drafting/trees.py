@@ -1,8 +1,8 @@
-"""Trees of drafters that read their own tokens: a beam of the likeliest paths, or drawn siblings of a fixed shape.
+"""Trees of drafters that read their own tokens: a beam of the likeliest paths, or sampled siblings in a fixed shape.
 
 Both go down level by level and need one function of the drafter: the logits after nodes that it has not read yet
 (`Expand`).  The beam is EAGLE-2's (arXiv 2406.16858): read the likeliest nodes, then rank all candidates; its nodes are
-deterministic.  Drawn siblings follow SpecInfer (arXiv 2305.09781) with replacement and Sequoia (arXiv 2402.12374)
+deterministic.  Sampled siblings follow SpecInfer (arXiv 2305.09781) with replacement and Sequoia (arXiv 2402.12374)
 without.
 
 Differs from the papers: every prefix of the nodes is the draft of that budget, so a policy may cut anywhere.
@@ -25,13 +25,13 @@ from outrider.decoding.state import DecodeState
 from outrider.sampling.distribution import log_probs
 
 Path = tuple[int, ...]
-"""Ranks of a node and of those above it, from the anchor down."""
+"""Ranks of a node and of its ancestors, from the anchor down."""
 Expand = Callable[[Draft, int], Tensor]
-"""(tree, new) to the logits [B, new, V] after the last `new` nodes of `tree`.
+"""(tree, new) → the logits [B, new, V] after the last `new` nodes of `tree`.
 
-`tree` holds all nodes read so far in the order of the calls.  The new ones are last and of one depth: 0 in the first
-call, one more in each.  So keys or hidden states may be stored between calls and looked up by `tree.parents`, or the
-whole tree read again under `tree.rows()`.  Leaves are never read.
+`tree` holds all nodes read so far in the order of the calls.  The new ones come last and have the same depth: 0 in the
+first call, one more in each later call.  So keys or hidden states may be stored between calls and looked up by
+`tree.parents`, or the whole tree read again under `tree.rows()`.  Leaves are never read.
 """
 
 
@@ -39,9 +39,9 @@ def beam(first: Tensor, expand: Expand, budget: Tensor, *, width: int, depth: in
     """The likeliest paths, without noise.  first [B, V], logits after the anchor; budget [B] int64 on the CPU.
 
     At every depth the `width` likeliest nodes are read, and each has its `width` best tokens as candidates.  Of all
-    candidates of `depth` levels the likeliest stay, by the product of q along their path, in descending order.  A
-    child is never likelier than its parent and of equals the shallower comes first, so every prefix is the best tree
-    of its size.
+    candidates of `depth` levels, the likeliest are kept (by the product of q along their path), in descending order.  A
+    child is never likelier than its parent and on a tie the shallower comes first, so every prefix is the best tree of
+    its size.
     """
     tokens, parents = likeliest(first, expand, int(budget.max()), width=width, depth=depth)
     return Draft(tokens, parents, budget.clamp(max=tokens.shape[1]))
@@ -89,7 +89,7 @@ def _best(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _ranked(scores: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """The highest scores [B, <= most] and their indices; equals keep their order, parents before children."""
+    """The highest scores [B, <= most] and their indices; ties keep their order, parents before children."""
     values, order = scores.sort(dim=1, descending=True, stable=True)
     return values[:, :most], order[:, :most]
 
@@ -111,11 +111,11 @@ def _columns(values: Tensor, at: Sequence[int]) -> Tensor:
 
 
 def shape(width: int, depth: int, nodes: int) -> tuple[int, ...]:
-    """Parents of a tree to draw: up to `nodes` nodes, `width` children per node and `depth` levels, most promising
+    """Parents of a tree to sample: up to `nodes` nodes, `width` children per node and `depth` levels, most promising
     first.
 
-    The shape depends on no token.  A node costs 1, and 2 more for every earlier sibling: a second child is about as
-    likely to be accepted as a first child two levels deeper (see `block_drafter.sibling_tree`).
+    The shape does not depend on any token.  A node costs 1, plus 2 for every earlier sibling: a second child is about
+    as likely to be accepted as a first child two levels deeper (see `block_drafter.sibling_tree`).
     """
     parents: list[int] = []
     queue = [(1, 0, -1, 1)]
@@ -133,11 +133,11 @@ def sampled(
     first: Tensor, expand: Expand, budget: Tensor, state: DecodeState, *, parents: Sequence[int],
     replacement: bool = False,
 ) -> Draft:  # fmt: skip
-    """Draw every node of a fixed tree.  first [B, V], logits after the anchor; budget [B] int64 on the CPU.
+    """Sample every node of a fixed tree.  first [B, V], logits after the anchor; budget [B] int64 on the CPU.
 
-    Siblings are drawn from the same q; without `replacement`, from the residual of q after the earlier siblings.  If
-    no probability is left, as at temperature 0, a sibling is the likeliest token not yet taken, and its q is one-hot.
-    Slots with a seed use the target's own noise in every branch, so they draw what the target would, or nearly.
+    Siblings are sampled from the same q; without `replacement`, from the residual of q after the earlier siblings.  If
+    no probability is left, as at temperature 0, a sibling is the likeliest token not yet used, and its q is one-hot.
+    Slots with a seed use the target's own noise in every branch, so they sample (nearly) what the target would.
     """
     parents = parents[: int(budget.max())]
     tokens, q = drawn(first, expand, parents, state.judge.distribution, state.streams, replacement)
@@ -148,10 +148,10 @@ def drawn(
     first: Tensor, expand: Expand, parents: Sequence[int], distribution: Callable[[Tensor], Tensor], streams: Streams,
     replacement: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Every node as in `sampled`: tokens [B, N] and the q [B, N, V] that each was drawn from.  Nothing is copied to the
-    host.
+    """Every node as in `sampled`: tokens [B, N] and the q [B, N, V] that each was sampled from.  Nothing is copied to
+    the host.
 
-    distribution: logits [B, W, V] to the distributions [B, W, V] that slots draw from.
+    distribution: logits [B, W, V] → the distributions [B, W, V] that slots sample from.
     """
     q: dict[int, Tensor] = {}
 
@@ -167,7 +167,7 @@ def drawn(
 def _siblings(
     logits: Tensor, whole: Tensor, above: Sequence[int], streams: Streams, depth: int, replacement: bool
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """Children of one level's nodes: tokens [B] and the q [B, V] that each was drawn from.
+    """Children of one level's nodes: tokens [B] and the q [B, V] that each was sampled from.
 
     logits, whole [B, W, V]: the level's logits and distributions; above [C]: the parent of each child, among W.
     """
@@ -182,7 +182,7 @@ def _siblings(
         if rank:
             elders = torch.stack([taken[w] for w in parents], 1)
             q = _left(q, _columns(logits, parents), elders, streams, replacement)
-        # siblings are independent draws with replacement, else first and second of one race
+        # with replacement siblings are independent draws, otherwise first and second of the same race
         salt = _columns(inner, parents)[0] + rank * logits.shape[1] * replacement
         tokens = streams.draw(q, depth, Purpose.DRAFT, salt)
         choices |= zip(at, zip(tokens.unbind(1), q.unbind(1), strict=True), strict=True)
@@ -198,7 +198,7 @@ def _left(whole: Tensor, logits: Tensor, taken: Tensor, streams: Streams, replac
     mass = rest.sum(-1, keepdim=True)
     left = rest / mass.clamp(min=1e-30)
     if replacement:
-        # with the target's noise a second draw from the same q would only repeat the first
+        # with the target's noise, a second draw from the same q would only repeat the first
         left = whole if streams.seeded is None else torch.where(streams.seeded[:, None, None], left, whole)
     runner_up = logits.masked_fill(taken, -torch.inf).argmax(-1, keepdim=True)
     return torch.where(mass > 1e-30, left, torch.zeros_like(left).scatter_(-1, runner_up, 1.0))
@@ -210,7 +210,7 @@ def _grown(
 ) -> Tensor:  # fmt: skip
     """Tokens [B, N] of a fixed tree, level by level.
 
-    choose: (logits [B, W, V] after the previous level's inner nodes, depth, nodes, the parent of each among W) to the
+    choose: (logits [B, W, V] after the previous level's inner nodes, depth, nodes, the parent of each among W) → the
     tokens [B] of each of these nodes.
     """
     tokens: dict[int, Tensor] = {}
@@ -283,7 +283,7 @@ def ranked(first: Tensor, expand: Expand, tree: RankTree) -> Tensor:
 
 
 def path(tree: Draft, new: int) -> list[Tensor]:
-    """Tokens [B, new] of each depth on the paths from the anchor to the last nodes, which are all of one depth."""
+    """Tokens [B, new] of each depth on the paths from the anchor to the last nodes, which all have the same depth."""
     at = torch.arange(tree.tokens.shape[1] - new, tree.tokens.shape[1], device=tree.tokens.device)
     at = at.expand(tree.tokens.shape[0], -1)
     tokens: list[Tensor] = []

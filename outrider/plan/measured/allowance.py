@@ -1,4 +1,4 @@
-"""Limits of measuring: total seconds and bytes of memory.  Whatever does not fit is left out and reported."""
+"""Limits on measuring: total seconds and bytes of memory.  Whatever does not fit is left out and reported."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 SHARE = 0.5
-"""Most of the free memory that measuring may use."""
+"""Maximum share of the free memory that measuring may use."""
 WITHIN = 0.9
-"""Most of the remaining time that a measurement may be expected to take when it starts."""
+"""Maximum share of the remaining time that a measurement may be expected to take when it starts."""
 
 
 @dataclass
@@ -35,11 +35,9 @@ class Allowance:
     def lacks(self, seconds: float, size: float, share: float = 1.0) -> str:
         """Why a measurement of this many seconds and bytes does not fit; "" if it fits.
 
-        share: which share of the remaining time it may use."""
+        share: the share of the remaining time it may use."""
         if size > self.most_bytes:
-            return (
-                f"it needs {size / 1e9:.2g} GB, and {self.most_bytes / 1e9:.2g} GB are allowed, half of the free memory"
-            )
+            return f"it needs {size / 1e9:.2g} GB; half of the free memory is {self.most_bytes / 1e9:.2g} GB"
         seconds *= self.slower
         if seconds > WITHIN * share * self.left_s:
             return f"it takes about {seconds:.0f} s, and {max(0.0, share * self.left_s):.0f} s are left for it"

@@ -70,7 +70,7 @@ def measured_inputs(
 
 
 def profile_of(subject: Subject, demand: Demand | None, target: TransformersTarget) -> Profile | None:
-    """What a plain step under this traffic waits for; None on a CPU."""
+    """What limits a plain step under this traffic; None on a CPU."""
     context = timings.rounded(demand.context if demand else planner.USUAL_CONTEXT, target.spec.context)
     slots = max(1, round(demand.concurrency or 1)) if demand else 1
     return profile(target, subject.model, slots, context)

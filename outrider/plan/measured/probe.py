@@ -1,10 +1,10 @@
 """Replays requests of a log on the target with drafters, to measure acceptance on the user's own text.
 
-Each request is decoded alone with fresh memory: what a drafter learns from other requests does not count, and stored
+Each request is decoded alone with fresh memory: anything a drafter learns from other requests is excluded, and stored
 replays need not be repeated.  A draft of `NODES` tokens, the deepest that a plan considers, is made at every token of
-the answer, so that one replay gives the steps of every depth.  At temperature 0 they are the steps of real decoding;
-above it each draft is judged as it would be there.  If a smaller draft is not a prefix of a larger one, or depends on
-what was verified before, the request is decoded once for each of `DEPTHS`.
+the answer, so that one replay gives the steps of every depth.  At temperature 0 they are the steps of real decoding; at
+higher temperatures each draft is judged as it would be in real decoding.  If a smaller draft is not a prefix of a
+larger one, or depends on what was verified before, the request is decoded once for each of `DEPTHS`.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ log = logging.getLogger(__name__)
 REQUESTS = 24
 """Default number of requests to replay."""
 DEFAULT_MOST_S = 60.0
-"""Most seconds of a replay without --probe."""
+"""Maximum seconds of a replay without --probe."""
 SEED = 0
 FORMAT = 3
 """Version of the stored records; others are ignored."""
 DEPTHS = (1, 2, 4, 7)
 NODES = DEPTHS[-1]
 FEWEST_FIRST = Config().min_first_ngrams
-"""A text loops if fewer of its 8-grams are first occurrences, as in `outrider evaluate`."""
+"""A text loops if a smaller share of its 8-grams than this are first occurrences, as in `outrider evaluate`."""
 TRIED, STEPS = 256, 4
 """Prompt tokens and plain steps for the time estimate of a replay."""
 
@@ -108,7 +108,7 @@ class Steps(NamedTuple):
 
 
 class OneByOne(SamplingJudge):
-    """Judges whole drafts but commits only the first token, so that a draft begins at every token."""
+    """Judges whole drafts but commits only one token, so that a draft begins at every token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Encoded(NamedTuple):
 
 
 def can_probe(candidate: Method, draft_model: str | None) -> bool:
-    """Whether a method drafts without training: it is a lookup, was trained before, or is a whole model."""
+    """Whether a method drafts without training: it is a lookup, is already trained, or is a whole model."""
     kind = method(candidate.kind)
     return kind.cost == "lookup" or candidate.name not in kinds() or (kind.is_model and bool(draft_model))
 
@@ -153,7 +153,9 @@ def drafter_of(subject: Subject, name: str, target: TransformersTarget, draft_mo
 
 
 def encode(target: TransformersTarget, questions: Sequence[Question]) -> tuple[list[Encoded], int]:
-    """Questions as token ids, cut at the front to leave room for an answer; and how many the target refuses."""
+    """Questions as token ids, truncated at the front to leave room for an answer, and the number that the target
+    refuses.
+    """
     reads: list[Encoded] = []
     refused, cuts = 0, Cuts()
     has_template = getattr(target.tokenizer, "chat_template", None) is not None
@@ -196,7 +198,7 @@ def replay(
     target: TransformersTarget, drafters: Mapping[str, Drafter], reads: Sequence[Encoded], cached: CachedRecords,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Replayed]:  # fmt: skip
-    """Decode every request with every drafter, by names of methods, unless `cached` has the record."""
+    """Decode every request with every drafter, by method name, unless `cached` has the record."""
     records, done = [], 0
     for encoded in reads:
         for name, drafter in drafters.items():
@@ -260,7 +262,7 @@ class CachedRecords:
         self.records: dict[str, Replayed] = {}
         with suppress(OSError):
             for line in cache.read(self.path).decode(errors="replace").splitlines():
-                with suppress(ValueError, TypeError, KeyError):  # a line that a crash cut off
+                with suppress(ValueError, TypeError, KeyError):  # a line cut off by a crash
                     row = json.loads(line)
                     key, drafts = row.pop("key"), row.pop("drafts")
                     made = (Drafts(depth, tuple(map(tuple, paths)), tuple(nodes)) for depth, paths, nodes in drafts)
@@ -319,7 +321,7 @@ def limited(
     target: TransformersTarget, reads: list[Encoded], cached: CachedRecords, drafters: Mapping[str, Drafter],
     requested: int | None,
 ) -> Share:  # fmt: skip
-    """All requests if a number was given (`requested`), else as many as take at most `DEFAULT_MOST_S`."""
+    """All requests if a number was given (`requested`), otherwise as many as fit into `DEFAULT_MOST_S`."""
     left = [0.0 if all(cached.key(name, encoded) in cached.records for name in drafters) else each
             for encoded, each in zip(reads, seconds(target, reads, drafters.values()), strict=True)]  # fmt: skip
     whole, before = sum(left), left.count(0.0)

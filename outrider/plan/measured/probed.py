@@ -17,7 +17,7 @@ ALL = "all"
 
 
 def without_loops(records: Iterable[Replayed]) -> tuple[list[Replayed], int]:
-    """The records of requests of which no answer loops, and the number of requests left out."""
+    """The records of requests in which no answer loops, and the number of requests left out."""
     records = list(records)
     loops = {record.number for record in records if record.loops}
     return [record for record in records if record.number not in loops], len(loops)
@@ -76,7 +76,7 @@ def _at(records: Sequence[Replayed], source: str, depth: int) -> Acceptance:
 def summary(
     sample: Sample, requested: int | None, records: Sequence[Replayed], left_out: Mapping[str, int], because: str | None
 ) -> Probed:
-    """The probe as a part of the plan.  because: why none or fewer than wanted were replayed."""
+    """The probe as a part of the plan.  because: why no requests, or fewer than requested, were replayed."""
     return Probed(
         requests=len({record.number for record in records}), wanted=num_requests(requested), because=because,
         calls=sample.calls,

@@ -1,8 +1,8 @@
-"""What a plain step on a GPU waits for: kernel launches, memory or compute.
+"""What limits a plain step on a GPU: kernel launches, memory or compute.
 
-A monitor's utilisation is the share of time in which a kernel ran.  It is near one both in steps bound by memory, where
-drafts are nearly free, and in steps bound by compute, where they are not.  So the bytes and operations of a step are
-compared with the speeds of a copy and a large product on the same device.
+The utilisation that monitors show is the share of time in which a kernel ran.  It is near one both in memory-bound
+steps, where drafts are nearly free, and in compute-bound steps, where they are not.  So the bytes and operations of a
+step are compared with the speeds of a copy and a large product on the same device.
 """
 
 from __future__ import annotations

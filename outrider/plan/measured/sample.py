@@ -18,7 +18,7 @@ from outrider.traffic.logs.calls import Call
 from outrider.traffic.logs.categories import Category, Messages, category_of
 
 MOST_NEW = 64
-"""Most tokens of a replayed answer."""
+"""Maximum number of tokens of a replayed answer."""
 DRAWN = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
 """Settings of a request that its replay uses, and their types."""
 
@@ -38,7 +38,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """The requests drawn, and counts of the log."""
+    """The sampled requests, and counts of the log."""
 
     questions: tuple[Question, ...]
     calls: int
@@ -91,7 +91,7 @@ def _rank(seed: int, question: Question) -> bytes:
 
 
 def _prompt(body: Mapping[str, Any]) -> str | Messages | None:
-    """The prompt, if it is only text."""
+    """The prompt, if it is text only."""
     if body.get("messages") is None:
         prompt = body.get("prompt")
         prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt

@@ -12,7 +12,7 @@ from outrider.plan.measured.timings import CHAINS, Cell, Key, Timings, nearest
 from outrider.plan.predict import StepCost
 
 MIN_ERROR = 0.1
-"""Smallest relative error of a measured speed-up, acceptance aside."""
+"""Minimum relative error of a measured speed-up, acceptance aside."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TimedCosts:
 
     def drafted(self, method: str, batch: float, depth: int, offered: Sequence[float], context: float) -> StepCost:
         cell = _between(self.timings.drafts[self.identities[method]], batch, depth, context)
-        if cell.drafted >= 1:  # all drafts had the same size, so no correction for shorter ones is needed
+        if cell.drafted >= 1:  # all drafts had the same size, so shorter ones need no correction
             return StepCost(cell.draft_s, cell.verify_s, cell.other_s)
         return StepCost(cell.draft_s, self._verify(batch, offered[:depth] or [1.0] * depth, context), cell.other_s)
 
@@ -64,7 +64,9 @@ def _at_depth(cells: Mapping[Key, Cell], slots: int, depth: int, context: int) -
 
 
 def _line(points: Sequence[tuple[int, Cell]], at: float, extrapolates: bool = False) -> Cell:
-    """Interpolate between two points; beyond them take the nearest, or extrapolate the last line, which never falls."""
+    """Interpolate between points; below them take the first, above them extrapolate the last segment, which never
+    falls.
+    """
     positions = [position for position, _ in points]
     right = min(bisect_left(positions, at), len(positions) - 1)
     left = max(0, right - 1)

@@ -44,11 +44,11 @@ log = logging.getLogger(__name__)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Rows per text in the timed passes."""
 MOST_ROWS = 1024
-"""Most rows of a timed pass, over all texts."""
+"""Maximum number of rows of a timed pass, over all texts."""
 ALONE = 32
-"""Prompt tokens that are read in about the time of a pass over one token."""
+"""Number of prompt tokens read in about the time of a one-token pass."""
 FEWER = 4
-"""A batch that does not fit is divided by this."""
+"""Divisor for a batch that does not fit."""
 PASSES = 6
 """Runs of each size of pass, including a warm-up."""
 STEPS, SKIPPED = 5, 1
@@ -57,13 +57,14 @@ ROUNDS = 3
 """Rounds over everything, so that load from other programs slows all sizes alike; fewer if time is short."""
 SPREAD = 0.25
 """Standard deviation / mean of the lengths of a batch's texts.  Served texts have unequal lengths, and equal lengths
-are faster."""
+would be faster.
+"""
 CHAINS = "random chains"
 """The drafter whose steps measure verification, independent of the method."""
 GRAIN = 32
 """Contexts are rounded to multiples of this, so that plans for similar traffic share times."""
 SLOW_S = 5.0
-"""Total seconds after which reading a prompt is not repeated."""
+"""Total seconds after which reading a prompt is no longer repeated."""
 
 
 class Cell(NamedTuple):
@@ -83,7 +84,7 @@ class Cell(NamedTuple):
         return self.draft_s + self.verify_s + self.other_s
 
     def scaled(self, by: float) -> Cell:
-        """With all seconds multiplied by `by`."""
+        """A copy with all seconds multiplied by `by`."""
         return self._replace(draft_s=by * self.draft_s, verify_s=by * self.verify_s, other_s=by * self.other_s)
 
 
@@ -253,8 +254,9 @@ def measure(
 def _affordable(
     slots: int, above: int, missing: Callable[[int], Work], lacks: Callable[[Work, int], str]
 ) -> tuple[Work, int] | None:
-    """Work for this batch size, or a quarter of it and so on, but above `above`, and the number of rounds; None if
-    nothing fits."""
+    """Work for this batch size, or for a quarter of it and so on (but above `above`), and the number of rounds; None if
+    nothing fits.
+    """
     while slots > above:
         work = missing(slots)
         rounds = next((rounds for rounds in range(ROUNDS, 0, -1) if not lacks(work, rounds)), 0)
@@ -306,8 +308,8 @@ def _add(
 ) -> None:  # fmt: skip
     """Add steps of these drafters, each timed right after a plain step.
 
-    A machine's speed changes by a fifth within seconds.  So a drafter's steps are measured relative to adjacent plain
-    steps, and multiplied by the stored time of a plain step.
+    A machine's speed can change by a fifth within seconds.  So a drafter's steps are measured relative to adjacent
+    plain steps, and multiplied by the stored time of a plain step.
     """
     plain: list[Cell] = []
     drafted: dict[tuple[str, int], list[Cell]] = {}
@@ -325,7 +327,7 @@ def _add(
             times.prompts[key] = state.read_s / state.read_tokens if state.read_tokens else 0.0
     usual = times.plain.setdefault((slots, 0, context), middle(plain)).seconds
     for key, depth in product(drafters, depths):
-        # beyond a drafter's limit, its deepest drafts count
+        # beyond a drafter's limit, its deepest drafts are used
         cells = drafted.get((key, depth)) or drafted[key, max(other for name, other in drafted if name == key)]
         times.drafts.setdefault(key, {})[slots, depth, context] = middle(cells).scaled(usual)
 

@@ -1,4 +1,4 @@
-"""What a pass of a model reads and multiplies, from its config alone.
+"""What a model's pass reads and computes, from its config alone.
 
 Weights are counted on a model without values (device meta), so that biases, gates and shared experts need no formula.
 A required field that is missing from config.json is an error: the library's default for it would be a guess.
@@ -30,9 +30,9 @@ NEEDED = (
     "intermediate_size", "moe_intermediate_size", "num_experts", "n_routed_experts", "num_local_experts",
     "num_experts_per_tok", "kv_lora_rank", "qk_rope_head_dim",
 )  # fmt: skip
-"""Fields that must be in the file if the family has a default size for them."""
+"""Fields that must be in the file even if the family has a default for them."""
 NESTED = ("text_config", "llm_config")
-"""Where the config of a multimodal model has its language model."""
+"""Where the config of a multimodal model stores its language model."""
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -72,7 +72,7 @@ class Anatomy:
     experts_per_token: int
     attention: tuple[Attention, ...]
     weight: formats.Weight
-    """How its layers' matrices are stored."""
+    """Storage format of the layers' matrices."""
     expert_weight: formats.Weight
     head_bytes: float = 2.0
     """Bytes of a weight of the output layer."""
@@ -127,7 +127,7 @@ def sketched(fields: Mapping[str, Any], name: str) -> Sketch:
         what = (
             "has no model_type"
             if "model_type" not in fields
-            else f"has model_type {kind!r}, which this transformers lacks"
+            else f"has model_type {kind!r}, which the installed transformers lacks"
         )
         raise TargetError(f"the config.json of {name} {what}; name a model that transformers can build")
     family: Any = CONFIG_MAPPING[kind]
@@ -142,7 +142,7 @@ def sketched(fields: Mapping[str, Any], name: str) -> Sketch:
     try:
         return of_config(family(**{key: value for key, value in text.items() if key != "quantization_config"}), name)
     except (ValueError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
-        # transformers' checks of sizes against each other give the reason as the cause
+        # when transformers checks sizes against each other, the reason is in the cause
         why = error.__cause__ if isinstance(error.__cause__, Exception) else error
         raise TargetError(f"the config.json of {name} is not a valid model: {first_line(why)}; correct it") from error
 
@@ -212,10 +212,10 @@ def _is_table(name: str) -> bool:
 
 
 def _attention(config: Any) -> tuple[Attention, ...]:
-    """Layers by attention window and size of heads; layers with a state in place of a cache are left out."""
+    """Layers by attention window and head size; layers with a recurrent state in place of a cache are left out."""
     count = config.num_hidden_layers
     kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
-    of_layers = getattr(config, "per_layer_config", None)  # of families whose layers have heads of unequal size
+    of_layers = getattr(config, "per_layer_config", None)  # for families whose layers have heads of different sizes
     each = [config] * count if of_layers is None else [of_layers[n] for n in range(count)]
     alike = Counter(
         (kind, _sizes(layer)) for kind, layer in zip(kinds, each, strict=True)

@@ -24,7 +24,7 @@ from outrider.plan.paper.roofline import pass_of, prefill_seconds
 from outrider.targets.sketch import Sketch
 
 SEQUENTIAL = ("markov_w2", "weight_hh", "weight_ih")
-"""Weights of a small head that is applied to the tokens of a block one after another."""
+"""Weights of a small head applied to the tokens of a block one after another."""
 EMBEDDINGS = ("embed", "markov_w1")
 FUSING = "fc.weight"
 CONTEXT = ("k_proj", "v_proj")
@@ -44,7 +44,7 @@ class DraftModelOnPaper:
     config: Any = None
     """Its settings; None for lookups and other language models."""
     trains_head: bool = False
-    """Its output layer is its own, not the target's."""
+    """Whether it has an output layer of its own instead of the target's."""
     fusing_weights: int = 0
     """Weights that fuse the target's states, once per token of the text."""
     context_weights: int = 0
@@ -71,7 +71,7 @@ class DraftModelOnPaper:
         return pass_of(self.model, place, batch, depth, context).seconds + overhead + sequential
 
     def training_flops(self, target: Anatomy, length: float, learnt: float) -> float:
-        """Operations of training on one text of `length` tokens, of which the last `learnt` train.
+        """Operations of training on one text of `length` tokens, of which the last `learnt` are trained on.
 
         Two per weight and row forward and four backward; two backward where a weight is frozen.  Rows are anchors times
         the tokens of a block, or times unrolled steps.  Attention, a few per cent, and the target's own pass are left

@@ -1,4 +1,4 @@
-"""Accelerators by their data sheets, and the efficiency that programs reach.  No torch."""
+"""Accelerators by their data sheets, and the efficiency that programs reach in practice.  No torch."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Accelerator(NamedTuple):
 
 
 class Efficiency(NamedTuple):
-    """Which share of a data sheet programs reach, and their overheads."""
+    """The share of the data sheet that programs reach, and their overheads."""
 
     bandwidth: float
     """Share of the sheet's bandwidth."""
     matmuls: float
     """Share of the sheet's operations per second, with many rows."""
     few_matmuls: float
-    """The same with few rows, whose products are hardly hidden behind their reading."""
+    """The same with few rows, whose computation hardly overlaps with reading weights."""
     training: float
     """Share of the sheet's operations per second in training."""
     layer_s: float
@@ -49,13 +49,13 @@ class Efficiency(NamedTuple):
     few_column_s: float
     """Seconds per token of a text and layer that attention of few rows takes, however many texts there are."""
     attention_s: float
-    """Fixed seconds of attention of many rows, per layer; the next three are of many rows too."""
+    """Fixed seconds of attention of many rows, per layer; the next three are also for many rows."""
     matrix_attention: float
     """Share of the sheet's operations per second of attention as two matrix products."""
     many_column_s: float
     """As `few_column_s`."""
     many_bandwidth: float
-    """As `few_bandwidth`, with several rows per text."""
+    """Like `few_bandwidth`, with several rows per text."""
     step_s: float
     """Seconds of a step outside its pass: scheduling, sampling."""
     cycle_s: float
@@ -89,7 +89,7 @@ class Place(NamedTuple):
         return self.devices * self.accelerator.bandwidth * self.efficiency.bandwidth
 
     def flops(self, kind: str) -> float:
-        """Operations per second that passes reach in this type, or in bf16 if the accelerator lacks it."""
+        """Operations per second that passes reach in this type, or in bf16 if the accelerator does not support it."""
         flops = self.accelerator.flops
         return self.devices * flops.get(kind, flops["bf16"]) * self.efficiency.matmuls
 

@@ -13,13 +13,15 @@ from outrider.plan.paper.hardware import Place
 
 Bound = Literal["memory", "compute", "launch"]
 FEW_ROWS = 32
-"""Most rows of a pass, over all texts, for which products and attention have kernels of their own
-(`outrider.kernels.gpu.FEW`); beyond, they are torch's."""
+"""Maximum number of rows of a pass, over all texts, for which matrix products and attention have special kernels
+(`outrider.kernels.gpu.FEW`); above it, torch's are used.
+"""
 MATRIX_TEXTS = 4
-"""Most texts whose attention over several rows is two matrix products (`targets.hf.gpu_attention.FEW_HEADS`, divided by
+"""Maximum number of texts whose attention over several rows is two matrix products
+(`targets.hf.gpu_attention.FEW_HEADS`, divided by
 the usual eight heads of keys)."""
 OVERLAP = 3.5
-"""Exponent with which the times of reading and of multiplying combine; infinite if one were hidden behind the other."""
+"""Exponent with which the times of reading and computing combine; infinity would mean that they overlap completely."""
 
 
 class Pass(NamedTuple):
@@ -59,7 +61,7 @@ def pass_of(model: Anatomy, place: Place, batch: float, rows: float, context: fl
     is_few = all_rows <= FEW_ROWS
     if is_few:
         work = reading + multiplying * efficiency.matmuls / efficiency.few_matmuls
-    else:  # near saturation neither is hidden behind the other
+    else:  # near saturation they do not overlap completely
         work = (reading**OVERLAP + multiplying**OVERLAP) ** (1 / OVERLAP)
     attention = sum(_attention_s(place, layers, batch, rows, context) for layers in model.attention)
     overhead = model.layers * (efficiency.layer_s if is_few else efficiency.many_layer_s)
@@ -74,7 +76,7 @@ def _attention_s(place: Place, layers: Attention, batch: float, rows: float, con
     efficiency, columns = place.efficiency, layers.attended(context)
     reading = batch * layers.cache_bytes * columns / place.bandwidth
     operations = batch * rows * layers.flops * columns / place.flops("bf16") * efficiency.matmuls
-    if batch * rows <= FEW_ROWS:  # the kernel for few rows walks a text's columns in one go
+    if batch * rows <= FEW_ROWS:  # the kernel for few rows processes a text's columns in a single pass
         waiting = layers.layers * columns * efficiency.few_column_s
         return (
             reading * efficiency.bandwidth / efficiency.few_bandwidth + operations / efficiency.few_attention + waiting

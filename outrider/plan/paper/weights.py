@@ -59,7 +59,7 @@ def stored(fields: Mapping[str, Any], weight: str | None, name: str) -> Stored:
         return Stored(plain, plain, plain.bytes)
     try:
         weight_type = _quantised(quantization)
-    except (AttributeError, KeyError, TypeError):  # a value of another kind than the method has
+    except (AttributeError, KeyError, TypeError):  # a value of the wrong type for the method
         weight_type = None
     if weight_type is None:
         method = (
@@ -80,7 +80,8 @@ ENDS = ("token_embd.weight", "output.weight")
 
 
 def in_blocks(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """A `quantization_config` for a GGUF file: mean bytes of a weight, of the layers and of the two ends.  tensors: by
+    """A `quantization_config` for a GGUF file: mean bytes of a weight, for the layers and for the embedding and output
+    layer.  tensors: by
     name, each with `shape` and `size`."""
     matrices = {name: info for name, info in tensors.items() if len(info.shape) > 1}
     config: dict[str, Any] = {"quant_method": GGUF}

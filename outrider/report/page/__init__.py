@@ -29,7 +29,7 @@ from outrider.report.schema import Report, write_whole
 
 FOLDER = Path(__file__).parent
 ABREAST = 5
-"""Most runs side by side in a table."""
+"""Maximum number of runs side by side in a table."""
 
 
 def save(report: Report, folder: str | Path) -> Path:

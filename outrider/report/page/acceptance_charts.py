@@ -11,7 +11,7 @@ from outrider.report.schema import Report, Row
 from outrider.report.summary import conditions, say
 
 LISTED = 20
-"""Most prompts named in a list; the rest are counted."""
+"""Maximum number of prompts named in a list; the rest are counted."""
 SORTS = (
     ("by_kind", "By what was proposed", "numbers, words, punctuation and so on"),
     ("by_entropy", "By the target's entropy there", "how undecided the target was, in nats"),

@@ -20,7 +20,7 @@ WIDE, HALF, THIRD, PHONE = 960, 470, 306, 364
 GUTTER = 218
 """Width left of bars and rows of marks, for a name with the conditions below it."""
 MAX_TIPS = 1200
-"""Most dots with a tooltip each: tooltips dominate the size of a large page."""
+"""Maximum number of dots with a tooltip each: tooltips dominate the size of a large page."""
 SHAPES = ("circle", "square", "diamond", "triangle")
 
 

@@ -11,7 +11,7 @@ from outrider.report.summary import MISSING, conditions, interval
 Colours = dict[str, int]
 """Colour by drafter, the same in every chart."""
 CROWD = 9
-"""Most rows with a drawing each; more share a heat table or small drawings."""
+"""Maximum number of rows with a drawing each; more share a heat table or small drawings."""
 
 
 def grouped(report: Report, key: Callable[[Row], str] = conditions) -> dict[str, list[Row]]:

@@ -9,9 +9,9 @@ from outrider.report.schema import Report, Row
 from outrider.report.summary import conditions
 
 MAX_ALL = 1600
-"""Most tokens on one page: each takes about 150 bytes, most of it the tip."""
+"""Maximum number of tokens on one page: each takes about 150 bytes, most of it the tip."""
 MAX_TOKENS = 400
-"""Most tokens drawn of one text."""
+"""Maximum number of tokens drawn of one text."""
 SHADES = 5
 
 

@@ -23,7 +23,7 @@ from outrider.storage.lock import held
 
 FILES = ("tokens.bin", "suffixes.bin")
 PIECE = 1 << 22
-"""Sorted positions processed together."""
+"""Number of sorted positions processed together."""
 
 
 def build(
@@ -35,12 +35,12 @@ def build(
     sources: Iterable[tuple[str, int]] = (),
     on_stage: Callable[[str, int], object] = lambda stage, tokens: None,
 ) -> Corpus:
-    """Build a corpus of `documents` (token ids below `vocabulary`) at `folder`, replacing one that is there.
+    """Build a corpus of `documents` (token ids below `vocabulary`) at `folder`, replacing an existing one.
 
     sources: names and sizes in bytes of the source files, consumed after the documents.  on_stage is called with
-    (`sort`, tokens) and (`write`, tokens).  Needs about 10 bytes of memory per token for vocabularies up to 2**16, else
-    15.  The old corpus is unchanged until the new one is complete and on disk.
-    Raises DataError if no document has text, for an invalid id, and for a full disk.
+    (`sort`, tokens) and (`write`, tokens).  Needs about 10 bytes of memory per token for vocabularies up to 2**16,
+    otherwise 15.  The old corpus stays in place until the new one is complete and on disk.  Raises DataError if no
+    document has text, for an invalid id, and for a full disk.
     """
     divsufsort = _sorter()
     with _part_folder(folder) as part:
@@ -144,7 +144,8 @@ def _write_sources(path: Path, sources: Iterable[tuple[str, int]]) -> dict[str, 
 def _part_folder(folder: Path) -> Iterator[Path]:
     """A new folder next to `folder`, removed at the end if it still exists.  Leftovers of killed builds are removed.
 
-    A build holds a lock on its folder, which ends with its process: a folder that can be locked is a leftover.
+    A build holds a lock on its folder, which is released when its process ends: a folder that can be locked is a
+    leftover.
     """
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     for left in folder.parent.glob(f".{folder.name}.*.part"):
@@ -165,7 +166,7 @@ def _swap(part: Path, folder: Path) -> None:
     if not folder.exists():
         part.rename(folder)
     elif not _exchanged(part, folder):
-        # this file system can't exchange names atomically: for a moment there is no corpus of this name
+        # this file system can't exchange names atomically: for a moment there is no corpus with this name
         old = part.with_name(f"{part.name}.old")
         folder.rename(old)
         try:

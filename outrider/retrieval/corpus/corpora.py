@@ -20,7 +20,7 @@ HASHES = "texts.grams"
 
 
 def home() -> Path:
-    """The folder of all corpora: $OUTRIDER_CORPORA, else one in the user's data folder."""
+    """The folder of all corpora: $OUTRIDER_CORPORA, otherwise one in the user's data folder."""
     folder = os.environ.get("OUTRIDER_CORPORA")
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     return Path(folder).expanduser() if folder else Path(data) / "outrider" / "corpora"
@@ -42,11 +42,11 @@ def names(folder: Path | None = None) -> list[str]:
 
 
 def find(name: str, folder: Path | None = None) -> Path:
-    """The folder of an existing corpus.  Raises DataError if there is none of this name."""
+    """The folder of an existing corpus.  Raises DataError if there is none with this name."""
     path = folder_of(name, folder)
     if not (path / "corpus.json").exists():
-        existing = ", ".join(names(folder)) or "none yet; make one with `outrider corpus add NAME FILES`"
-        raise DataError(f"there is no corpus {name!r} in {folder or home()}; there are: {existing}")
+        existing = ", ".join(names(folder)) or "none yet; create one with `outrider corpus add NAME FILES`"
+        raise DataError(f"no corpus {name!r} in {folder or home()}; existing corpora: {existing}")
     return path
 
 

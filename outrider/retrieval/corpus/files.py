@@ -25,7 +25,7 @@ BLOCK = 1 << 22
 
 
 def read_header(folder: Path) -> dict[str, Any]:
-    """corpus.json, checked against its seal.  Raises DataError if it is missing, damaged or of another format."""
+    """corpus.json, checked against its seal.  Raises DataError if it is missing, damaged or in another format."""
     path = folder / "corpus.json"
     try:
         header = parse_json(regular(path).read_bytes())
@@ -44,7 +44,7 @@ def read_header(folder: Path) -> dict[str, Any]:
 
 
 def checked_header(folder: Path) -> dict[str, Any]:
-    """The header of a corpus.  Raises DataError if a file's size or time differs from its build."""
+    """The header of a corpus.  Raises DataError if a file's size or time differs from those recorded by the build."""
     header = read_header(folder)
     for name, expected in header["files"].items():
         stat = _stat(folder / name)
@@ -80,7 +80,7 @@ def _stat(path: Path) -> os.stat_result:
 def verify(folder: Path, on_bytes: Callable[[int], object] = lambda done: None) -> int:
     """Read a whole corpus and compare it with its checksums; returns the bytes read.
 
-    Files with the right content that were copied or touched are accepted from then on.
+    Files that were copied or touched but have the right content are accepted from then on.
     Raises DataError naming the first damaged block.
     """
     header, done, is_touched = read_header(folder), 0, False

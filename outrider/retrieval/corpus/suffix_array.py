@@ -2,7 +2,7 @@
 
 All positions of the text with a token after them are sorted by the tokens before them, read backwards.  One binary
 search finds where a context would be in that order; its neighbours share its longest suffix, and their continuations
-are the proposal.  REST (He et al. 2311.08252) sorts forwards and searches once per length; SAM-Decoding (Hu et al.
+are proposed.  REST (He et al. 2311.08252) sorts forwards and searches once per length; SAM-Decoding (Hu et al.
 2411.10666) follows a suffix automaton, which needs several times the memory and can't be mapped.  Processes that map
 the same corpus share its pages.
 """
@@ -28,9 +28,9 @@ from outrider.retrieval.corpus.files import checked_header
 from outrider.retrieval.proposal import Proposal
 
 LONGEST = 64
-"""Most tokens of a context to compare."""
+"""Maximum number of tokens of a context to compare."""
 SAMPLE = 32
-"""Most positions whose continuations are read."""
+"""Maximum number of positions whose continuations are read."""
 VERSION = 1
 """Version of search.c's functions."""
 
@@ -50,7 +50,7 @@ NOTHING = Match(0, 0, ())
 
 
 class Corpus:
-    """A corpus, open for search.  It is stateless: any thread can search it."""
+    """A corpus opened for search.  It is stateless: any thread can search it."""
 
     def __init__(self, folder: Path, header: dict[str, Any]):
         """Use `open`."""
@@ -69,7 +69,7 @@ class Corpus:
     def open(cls, folder: str | Path, tokenizer_hash: str | None = None) -> Corpus:
         """Map a corpus without reading it; only checks that sizes and times are those of its build.
 
-        Raises DataError if it is missing, damaged, or built with another tokenizer than `tokenizer_hash`.
+        Raises DataError if it is missing, damaged, or built with a tokenizer other than `tokenizer_hash`.
         """
         folder = Path(folder)
         header = checked_header(folder)
@@ -128,8 +128,8 @@ class Corpus:
     def continuations(self, match: Match, nodes: int, depth: int) -> Proposal:
         """The most frequent continuations of a match: a tree of at most `nodes` tokens and `depth` levels.
 
-        A share is count / (positions read + 1), since a single position is wrong more often than many that agree.  Ties
-        go to the shallower node, then to the child of the earlier parent, then to the smaller token.
+        A share is count / (positions read + 1), since a single position is wrong more often than several that agree.
+        Ties go to the shallower node, then to the child of the earlier parent, then to the smaller token.
         """
         tree = Proposal([], [], [])
         rows = [self.tokens[end : end + depth].tolist() for end in match.ends if end >= 0]
@@ -182,6 +182,6 @@ def _library() -> ctypes.CDLL | None:
 
 def _mapped(path: Path, size_bytes: int, kind: str) -> np.ndarray:
     mapped = np.memmap(path, dtype=f"<{kind}{size_bytes}", mode="r")
-    # a search jumps around, so reading ahead is useless
+    # a search jumps around, so read-ahead is useless
     mapped._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
     return mapped.view(np.ndarray)

@@ -15,7 +15,7 @@ from outrider.storage.json_text import parse_json
 from outrider.storage.trusted import regular
 
 PIECE = 1 << 18
-"""Characters; longer texts are cut after a line into documents of at most about this length."""
+"""Characters; longer texts are split at line ends into documents of at most about this length."""
 
 
 class Document(NamedTuple):
@@ -47,9 +47,9 @@ Ignores = list[tuple[Path, GitIgnoreSpec]]
 
 
 def _below(top: Path, ignored: Counter[str]) -> Iterator[Path]:
-    """Files below a folder that was named."""
+    """Files below a folder that was given."""
     outer = _outer_ignores(top.absolute())
-    # a folder that was named is included even if a .gitignore above it excludes it
+    # a folder that was given explicitly is included even if a .gitignore above it excludes it
     specs: dict[Path, Ignores] = {top: [] if _is_ignored(top.absolute(), outer, is_folder=True) else outer}
     for root, folders, names in os.walk(top):
         folder = Path(root)
@@ -77,7 +77,7 @@ def _is_left_out(path: Path, specs: Ignores, ignored: Counter[str], is_folder: b
 
 
 def _is_ignored(path: Path, specs: Ignores, is_folder: bool = False) -> bool:
-    """As in git: the last matching pattern of the innermost .gitignore that has one decides."""
+    """As in git, the last matching pattern of the innermost .gitignore with a match decides."""
     for folder, spec in reversed(specs):
         decision = spec.check_file(path.relative_to(folder).as_posix() + "/" * is_folder).include
         if decision is not None:
@@ -163,7 +163,7 @@ def _rows(file: Path, lines: TextIO) -> Iterator[list[str]]:
 
 
 def _pieces(lines: Iterable[str]) -> Iterator[str]:
-    """The text of these lines, cut after a line once it is long enough.  A line that is too long is cut inside."""
+    """The text of these lines, split at a line end once it is long enough.  A line that is too long is split."""
     piece, length = list[str](), 0
     for line in lines:
         while length + len(line) > PIECE:

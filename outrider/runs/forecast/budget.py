@@ -35,13 +35,13 @@ FEWEST_ANSWERS, FEWEST_STEPS = 48, 40
 EVALUATION, PROMPTS = 0.25, (3, 24)
 """Share of the time for the evaluation, and the minimum and maximum number of prompts per task."""
 STARTING_S, COMPILING_S = 20.0, 60.0
-"""Time for loading and checks of a run, and for compiling a drafter's block, greedy and sampled, on two cores."""
+"""Time to load and check a run, and to compile a drafter's block, greedy and sampled, on two cores."""
 PLANNED = 0.9
-"""Share of the time that is planned: a stage can take up to a tenth more than its rates predict."""
+"""Share of the time to plan for: a stage can take up to a tenth more than its rates predict."""
 
 
 SIZES: dict[str, Any] = {"layers": 2, "block": 4, "siblings": [1, 1], "anchors": 48}
-"""Settings of block drafters that are trained within minutes."""
+"""Settings of block drafters trained within minutes."""
 DRAFTED = 8192
 """Draft vocabulary of such a drafter, if the target's is at least twice as large."""
 
@@ -54,9 +54,9 @@ class Rates(NamedTuple):
     alone: float
     """Per token of a single text."""
     reference: float
-    """The same with transformers' own `generate`, which an evaluation compares with."""
+    """The same with transformers' own `generate`, the baseline of an evaluation."""
     read: float
-    """Per text read for its states."""
+    """Per text whose states are computed."""
     step: float
     """Per training step."""
 
@@ -108,7 +108,7 @@ def measured(settings: RunConfig, target: TransformersTarget, prompts: Sequence[
     """Measure the rates of a run's stages.  prompts: some of the run's prompts, as tokens; each stage runs for a few
     seconds, and nothing is stored.
 
-    Raises DataError if no answer can train.
+    Raises DataError if no answer can be trained on.
     """
     prepare = settings.prepare
     some = list(prompts[: 2 * prepare.slots])
@@ -134,9 +134,9 @@ def training_rates(
     settings: RunConfig, target: TransformersTarget, answers: Sequence[Answer],
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[float, float]:  # fmt: skip
-    """Seconds per text read and per training step, over one pass of these answers, by this clock.
+    """Seconds per text read and per training step, over one pass through these answers, by this clock.
 
-    Raises DataError if none can train.
+    Raises DataError if none can be trained on.
     """
     config = settings.train
     assert config is not None

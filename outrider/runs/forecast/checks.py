@@ -46,7 +46,7 @@ class Inputs:
     paper: OnPaper = field(default_factory=lambda: OnPaper({}))
 
     def chosen(self, answers: StoredAnswers, settings: RunConfig) -> StoredAnswers:
-        """The answers to this run's prompts; all answers if the prompts can't be read any more."""
+        """The answers to this run's prompts; all answers if the prompts can no longer be read."""
         if not len(self.conversations):
             source = settings.prepare.label
             log.warning("%s can't be read: training on all %d answers in %s", source, len(answers), settings.answers)
@@ -55,7 +55,7 @@ class Inputs:
 
     @property
     def openings(self) -> Openings:
-        """Beginnings of the conversations, for the split."""
+        """First messages of the conversations, for the split."""
         return Openings(self.conversations.prompt_hashes, self.conversations.openings)
 
 
@@ -96,7 +96,7 @@ def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
 
 
 def _conversations(settings: RunConfig, stages: Collection[str]) -> tuple[Selection, Skipped]:
-    """The run's conversations; empty if only training needs them and they can't be read any more."""
+    """The run's conversations; empty if only training needs them and they can no longer be read."""
     skipped = Skipped()
     if "prepare" in stages:
         _check_servers(settings)
@@ -111,7 +111,7 @@ def _conversations(settings: RunConfig, stages: Collection[str]) -> tuple[Select
     except NothingLeft:
         raise
     except DataError:
-        if settings.prepare.held_out is not None:  # else held-out prompts would train
+        if settings.prepare.held_out is not None:  # otherwise held-out prompts would be trained on
             raise
         return Selection(), skipped
 
@@ -152,7 +152,7 @@ def _check_evaluation(settings: RunConfig, config: EvaluateConfig, stages: Colle
     for task in config.tasks if {"train", "evaluate"}.intersection(stages) else ():
         if task.endswith(FILES):
             _refuse_missing("evaluate.tasks", task, "a file of prompts, or a name of `outrider tasks`")
-    if "evaluate" not in stages:  # training ends with a few prompts of the first task
+    if "evaluate" not in stages:  # training ends by measuring a few prompts of the first task
         return {task: draw(task, config) for task in config.tasks[:1]} if "train" in stages else {}
     if config.quantize is not None:
         check_mode(config.quantize)

@@ -1,7 +1,7 @@
 """Cost estimates of a run's features: tokens, bytes and hours for each way to get them.
 
-live: the target reads the texts in every pass of the training, and nothing is stored.  cached: it reads them once, and
-its states are stored.  engine: an engine that has the target reads them once, elsewhere, and its states are stored.
+live: the target reads the texts in every pass of training, and nothing is stored.  cached: it reads them once, and its
+states are stored.  engine: an engine that serves the target reads them once, elsewhere, and its states are stored.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from outrider.targets.load import default_device
 KINDS: tuple[encodings.Kind, ...] = ("bf16", "int8", "int4")
 """Encodings of stored states."""
 ID_BYTES = 6
-"""A token's id, and its share of the spans that train."""
+"""A token's id, and its share of the trained spans."""
 PASSES_LIVE = 1.5
-"""Up to this many passes over the texts, storing states gains nothing."""
+"""Up to this many passes over the texts, storing states does not pay off."""
 CHARACTERS = 4
 """Characters per token, if the target's tokenizer can't be loaded."""
 
@@ -66,7 +66,7 @@ def tokens_of(settings: RunConfig, inputs: Inputs) -> Tokens:
 
 
 def bytes_per_token(settings: RunConfig, inputs: Inputs, kind: encodings.Kind) -> float:
-    """Bytes of a stored token: its tapped states and its final one, or what is stored instead."""
+    """Bytes per stored token: its taps and final state, or what is stored instead."""
     assert inputs.target is not None
     config, hidden = settings.prepare, inputs.target.spec.hidden
     return encodings.bytes_per_token(kind, hidden, num_taps(settings, inputs), config.top_logprobs)
@@ -79,7 +79,7 @@ def num_taps(settings: RunConfig, inputs: Inputs) -> int:
 
 
 def ways(settings: RunConfig, inputs: Inputs, tokens: Tokens, passes: float) -> list[Way]:
-    """The three ways.  passes: of the training over the texts."""
+    """The three ways.  passes: number of training passes over the texts."""
     assert inputs.target is not None
     each = bytes_per_token(settings, inputs, settings.prepare.feature_encoding)
     flops = 2 * inputs.target.parameters * tokens.all

@@ -1,4 +1,4 @@
-"""Hours, memory and disk of a run on accelerators of the table, computed from shapes alone: nothing is measured."""
+"""Hours, memory and disk of a run on accelerators from the table, computed from shapes alone: nothing is measured."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Work(NamedTuple):
     """Texts answered at a time."""
     answer_hours: float
     read_hours: float
-    """Of the target's passes over the texts."""
+    """Hours of the target's passes over the texts."""
     train_hours: float
     device_bytes: float
     """Memory of one accelerator while it trains: its share of the target, the drafter with gradients, two moments and
@@ -54,7 +54,8 @@ class Work(NamedTuple):
 
 
 def work(settings: RunConfig, target: Sketch, place: Place, texts: Texts) -> Work:
-    """Hours, memory and disk.  Raises ConfigError for a drafter without sizes on paper, and a target that doesn't fit.
+    """Hours, memory and disk.  Raises ConfigError for a drafter whose sizes are unknown on paper, and for a target that
+    doesn't fit.
 
     The target is split over all accelerators; the drafter's trainers share the batch.
     """
@@ -100,7 +101,7 @@ def state_bytes(settings: RunConfig, target: Sketch, config: object) -> float:
 
 
 def lines(settings: RunConfig, inputs: Inputs, place: Place) -> Iterator[Line]:
-    """What a dry run says of these accelerators.  Raises ConfigError where nothing can be computed."""
+    """What a dry run reports for these accelerators.  Raises ConfigError where nothing can be computed."""
     target, count = inputs.target, len(inputs.conversations)
     if target is None or settings.train is None or not count:
         raise ConfigError(
@@ -112,8 +113,8 @@ def lines(settings: RunConfig, inputs: Inputs, place: Place) -> Iterator[Line]:
     stage = f"on {name}"
     yield Line(stage, "all of this", "computed, not measured")
     yield Line(stage, "texts answered at a time", work_of_run.slots)
-    yield Line(stage, "time to write the answers, at most", 60 * work_of_run.answer_hours, "minutes")
-    yield Line(stage, "time of the target to read them, at most", 60 * work_of_run.read_hours, "minutes")
+    yield Line(stage, "time to generate the answers, at most", 60 * work_of_run.answer_hours, "minutes")
+    yield Line(stage, "time for the target to read them, at most", 60 * work_of_run.read_hours, "minutes")
     yield Line(stage, "time to train, at most", 60 * work_of_run.train_hours, "minutes")
     yield Line(stage, "memory of each, without activations", round(work_of_run.device_bytes), "bytes")
     yield Line(stage, "disk, at most", round(work_of_run.disk_bytes), "bytes")

@@ -91,8 +91,8 @@ def _prepare(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
         yield Line("prepare", "refused by the target's chat template", refused)
     if config.servers:
         yield Line("prepare", "answered by", ", ".join(config.servers))
-    yield Line("prepare", "answered before", done)
-    yield Line("prepare", "tokens to write, at most", tokens)
+    yield Line("prepare", "already answered", done)
+    yield Line("prepare", "tokens to generate, at most", tokens)
     yield Line("prepare", f"disk, about, in {settings.answers}", answers_bytes(settings, inputs), "bytes")
     if config.stores_states and inputs.target is not None:
         each = cost.bytes_per_token(settings, inputs, config.feature_encoding)
@@ -129,7 +129,7 @@ def _features(settings: RunConfig, inputs: Inputs, passes: float) -> Iterator[Li
     tokens, taps = cost.tokens_of(settings, inputs), cost.num_taps(settings, inputs)
     each = ", ".join(f"{cost.bytes_per_token(settings, inputs, kind):,.0f} {kind}" for kind in cost.KINDS)
     yield Line("train", "tokens to read, at most", tokens.all)
-    yield Line("train", f"bytes a token, {taps} taps and the final state", each)
+    yield Line("train", f"bytes per token, {taps} taps and the final state", each)
     ways = cost.ways(settings, inputs, tokens, passes)
     for way in ways:
         yield Line("train", f"features {way.name}: disk, at most", way.disk_bytes, "bytes")
@@ -153,7 +153,7 @@ def _train(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
     steps = config.steps or math.ceil((config.epochs or 0) * per_pass)
     place = settings.folder / "checkpoint"
     if (checkpoint.whole(place) / checkpoint.MANIFEST).exists():
-        yield Line("train", "goes on from step", checkpoint.manifest_of(place)["training"].get("step", 0))
+        yield Line("train", "resumes from step", checkpoint.manifest_of(place)["training"].get("step", 0))
     passes = steps / per_pass
     whole = f"{passes:.1f} passes over {texts:,} texts"
     yield Line("train", "length", f"{steps:,} steps of {each} texts, {whole}")

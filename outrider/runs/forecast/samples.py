@@ -1,4 +1,4 @@
-"""Samples of training texts: tokens as the target reads them, and which of them train.  Loads no weights."""
+"""Samples of training texts: tokens as the target reads them, and which of them are trained on.  Loads no weights."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Sample(NamedTuple):
 
     id: str
     pieces: list[tuple[str, bool]]
-    """Its text in pieces, and whether each trains."""
+    """Its text in pieces, and whether each is trained on."""
     tokens: int
     trained: int
     """Tokens that train."""
     unstable: int
-    """Answers that do not train, because their bounds are ambiguous."""
+    """Answers that are not trained on because their boundaries are ambiguous."""
     is_answered: bool
     """False for a prompt that the target has not answered yet."""
 
@@ -35,7 +35,7 @@ class Sample(NamedTuple):
 def samples(file: str | Path, overrides: Sequence[str], count: int) -> Iterator[Sample]:
     """Up to `count` texts of a run: the target's answers if there are any, else conversations of the sources.
 
-    Raises as `plan` does, and TargetError if the target's tokenizer can't be loaded.
+    Raises the errors of `plan`, and TargetError if the target's tokenizer can't be loaded.
     """
     settings, _ = load(file, overrides)
     with located(file, overrides):

@@ -27,14 +27,13 @@ class OnPaper(NamedTuple):
     dtype: torch.dtype = torch.float32
     """Of the target's checkpoint."""
     notes: tuple[str, ...] = ()
-    """What is unknown, or does not fit, and why."""
+    """What is unknown or does not fit, and why."""
     problem: DrafterError | None = None
     """Why the drafter does not fit its target."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The drafter's weights, and the memory they take: when it serves, and with gradients and two moments of
-        float32."""
+        """The drafter's weights, and the memory they take: in serving, and with gradients and two float32 moments."""
         if self.parameters is None:
             return {}
         serving, training = self.parameters * self.dtype.itemsize, 16 * self.parameters
@@ -49,7 +48,7 @@ def on_paper(run: RunConfig, target: Sketch | None = None) -> OnPaper:
     try:
         target = target or sketch(run.target.name, run.target.revision, run.target.trust_remote_code)
     except TargetError as error:
-        return OnPaper({}, notes=(f"sizes that are null will be the target's, and are unknown here: {error}",))
+        return OnPaper({}, notes=(f"sizes shown as null will be taken from the target, and are unknown here: {error}",))
     values, notes, dtype = {}, [], getattr(torch, target.spec.dtype)
     try:
         if isinstance(config, LayerConfig):
@@ -80,7 +79,7 @@ class Shown(NamedTuple):
     key: str
     value: Any
     origin: str
-    """file, override, default; target, where the target's config fills it; counted, for a size."""
+    """file, override or default; target if it comes from the target's config; counted for a size."""
     here: str | None = None
     """The value on this machine of a setting that is `auto`."""
 

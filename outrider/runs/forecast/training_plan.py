@@ -1,7 +1,7 @@
-"""Memory and time of training steps, from two measured ones, and the largest batch that fits, in tokens.
+"""Memory and time of training steps, from two measured steps, and the largest batch that fits, in tokens.
 
 Rows of a batch are independent, and logits are computed in chunks, so memory and time of a step are a constant plus a
-linear part in its rows.  Two steps on random texts and states give both; nothing is trained and no target is read.
+linear part in its rows.  Two steps on random texts and states determine both; nothing is trained and no target is read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LEFT_FREE = 0.1
 """Share of the free memory that a plan does not use."""
 clock = time.perf_counter
 REPEATS = 3
-"""Repeated steps, of which the fastest counts."""
+"""Number of repeated steps, the fastest of which is used."""
 
 
 class Measured(NamedTuple):
@@ -65,7 +65,7 @@ class Costs(NamedTuple):
         return round(self._at(rows, self.first.peak_bytes, self.second.peak_bytes))
 
     def seconds(self, rows: int) -> float:
-        """Time of a step with this many rows in all, including the optimiser."""
+        """Time of a step with this many rows in total, including the optimiser."""
         return self._at(rows, self.first.seconds, self.second.seconds)
 
     def _at(self, rows: int, first: float, second: float) -> float:
@@ -102,7 +102,9 @@ def costs(model: DraftModel, config: Config, answers: Sequence[Answer], width: i
 def fitting(
     model: DraftModel, config: Config, answers: Sequence[Answer], width: int, free_bytes: int
 ) -> tuple[Costs, Config]:  # fmt: skip
-    """As `costs`, and the measured settings: with `recompute` if `config.tokens` or a batch does not fit otherwise."""
+    """Like `costs`, with the measured settings: `recompute` is set if `config.tokens` or a batch does not fit
+    otherwise.
+    """
     measured, rows = costs(model, config, answers, width), math.ceil((config.tokens or config.batch * width) / width)
     fits = measured.peak_bytes(max(1, rows)) <= (1 - LEFT_FREE) * free_bytes
     if fits or config.recompute or not recompute(model, False):
@@ -149,8 +151,9 @@ def random_batch(model: DraftModel, answers: Sequence[Answer], width: int, rows:
 
 
 def spread(answers: Sequence[Answer], count: int) -> list[Answer]:
-    """A sample of answers, evenly spaced by the number of tokens that train: a batch is padded to its longest row, so
-    the first ones could be misleading."""
+    """A sample of answers, evenly spaced by the number of tokens trained on: a batch is padded to its longest row, so
+    the first answers could be misleading.
+    """
     ordered = sorted(answers, key=lambda answer: sum(end - start for start, end in answer.learn))
     return [ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count)]
 
@@ -202,7 +205,9 @@ def lines(settings: RunConfig, inputs: Inputs) -> list[Line]:
     """
     module, kind = find(settings.drafter["kind"]), settings.drafter["kind"]
     if settings.train is None or inputs.target is None or not hasattr(module, "Model"):
-        raise ConfigError("--measure needs a train: section, a drafter that trains and a target whose config is here")
+        raise ConfigError(
+            "--measure needs a train: section, a trainable drafter and a target whose config is available"
+        )
     if inputs.paper.parameters is None:
         raise ConfigError(f"--measure can't build {kind!r} without its target's weights; leave it out")
     device = default_device(settings.target.device)
@@ -222,12 +227,12 @@ def lines(settings: RunConfig, inputs: Inputs) -> list[Line]:
     return [
         Line("train", f"measured: memory of a step of {plan.tokens:,} tokens at once", plan.peak_bytes, "bytes"),
         Line("train", "measured: a step, without the target's passes", plan.seconds / 60, "minutes"),
-        Line("train", "fits here", f"train.tokens={plan.tokens}{extra}, {plan.batches} batches a step"),
+        Line("train", "fits here", f"train.tokens={plan.tokens}{extra}, {plan.batches} batches per step"),
     ]
 
 
 def _answers(settings: RunConfig, inputs: Inputs) -> list[Answer]:
-    """A few hundred answers of this run; before there are any, one text of full length that trains completely."""
+    """A few hundred answers of this run; before there are any, one text of full length, all of it trained on."""
     length = (
         settings.prepare.length if inputs.target is None else min(settings.prepare.length, inputs.target.spec.context)
     )

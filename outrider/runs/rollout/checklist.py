@@ -1,8 +1,8 @@
 """Roll-out checklist of a run's drafter: baseline, candidates, tune, parity, canary, watch.
 
-Each item has commands, and is done if their output file is in the run's folder and belongs to the current checkpoint.
-Tunings, parity and exports have the checksum of the weights, a checkpoint names the report of its evaluation, and a
-watch names its release; a replay has only its time.
+Each item has commands, and is done once their output file is in the run's folder and belongs to the current checkpoint.
+Tunings, parity and exports record the checksum of the weights, a checkpoint the report of its evaluation, and a watch
+its release; a replay has only its time.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ def _baseline_commands(run: Run) -> list[str]:
 def _baseline(run: Run) -> str:
     report = report_of(run.folder / "baseline")
     if report.target != run.target:
-        raise Unfinished("out of date", f"it measured {report.target}, and the run's target is {run.target}")
+        raise Unfinished("out of date", f"it measured {report.target}, but the run's target is {run.target}")
     measured, expected = {row.task for row in report.rows}, _tasks(run)
     if missing := sorted(expected - measured):
         raise Unfinished("out of date", f"the candidates were measured on {', '.join(missing)} too")
     best = _best(report.rows)
     if best is None:
         raise Unfinished("out of date", "its report has no row with a speed-up")
-    return f"the best without a training is {_speed(best)}"
+    return f"the best without training is {_speed(best)}"
 
 
 def _tasks(run: Run) -> set[str]:
@@ -102,14 +102,14 @@ def _candidates(run: Run) -> str:
     rows = [row for row in report.rows if row.drafter == run.kind]
     best = _best(rows)
     if best is None:
-        raise Unfinished("out of date", f"its report has no row of {run.kind} with a speed-up")
+        raise Unfinished("out of date", f"its report has no row for {run.kind} with a speed-up")
     if run.trains:
         made = (checkpoint.manifest_of(run.draft).get("report") or {}).get("made")
         if made != report.made:
             since = "was not evaluated since its training" if made is None else f"was evaluated at {made}"
-            raise Unfinished("out of date", f"the report is of {report.made}, and the checkpoint {since}")
+            raise Unfinished("out of date", f"the report is from {report.made}, but the checkpoint {since}")
     if inexact := next((row for row in rows if row.is_inexact and row.lossless is not False), None):
-        raise Unfinished("failed", f"on {inexact.task} its text is not the target's own; see `outrider parity`")
+        raise Unfinished("failed", f"on {inexact.task} its text differs from the target's own; see `outrider parity`")
     others = _best([*(row for row in report.rows if row.drafter != run.kind), *_baseline_rows(run)])
     if (best.speedup or 0) <= max(1.0, (others.speedup or 0) if others else 0.0):
         raise Unfinished("failed", f"{_speed(best)}, {_speed(others) if others else 'which is no gain'}")
@@ -146,12 +146,12 @@ def _tune_commands(run: Run) -> list[str]:
 
 
 def _without(folder: Path) -> list[str]:
-    """A command that deletes results of other weights, which no command overwrites."""
+    """A command that deletes results for other weights, which no command overwrites."""
     return [shlex.join(["rm", "-r", str(folder)])] if folder.exists() else []
 
 
 def _is_stale(run: Run, out: Path) -> bool:
-    """Whether a tuning is complete and of other weights; an unfinished one is resumed."""
+    """Whether a tuning is complete but for other weights; an unfinished one is resumed."""
     try:
         return written(out / "tune.json").get("weights") != run.weights
     except Unfinished as left:
@@ -182,8 +182,8 @@ def _tune(run: Run) -> str:
     check_weights(run, tuning.get("weights"), path)
     pays = tuning.get("pays_to")
     if pays == 0:
-        raise Unfinished("failed", "speculation does not pay at any load that was measured")
-    return "it pays at every load that was measured" if pays is None else f"it pays up to {pays} requests at once"
+        raise Unfinished("failed", "speculation does not pay off at any load measured")
+    return "it pays off at every load measured" if pays is None else f"it pays off up to {pays} concurrent requests"
 
 
 def _planned(run: Run) -> str:
@@ -192,7 +192,7 @@ def _planned(run: Run) -> str:
     plan = written(path)
     check_time(run, path.stat().st_mtime, path)
     if not plan.get("measured"):
-        raise Unfinished("out of date", f"{path} is a plan on paper; times are taken with --measure")
+        raise Unfinished("out of date", f"{path} is a plan on paper; measure times with --measure")
     if plan.get("decision") != "ENABLE":
         raise Unfinished("failed", f"{plan.get('decision')}: {plan.get('because')}")
     return f"depth {plan.get('depth')}"
@@ -215,7 +215,7 @@ def _parity(run: Run) -> str:
     greedy, sampled = comparison.get("greedy") or {}, comparison.get("sampled") or {}
     for what, outcome in (("greedy", greedy.get("verdict")), ("sampled", sampled.get("verdict"))):
         if outcome in ("bug", "different"):
-            raise Unfinished("failed", f"{what} texts are not the target's own: {outcome}")
+            raise Unfinished("failed", f"{what} texts differ from the target's own: {outcome}")
     texts = f"{greedy.get('equal')} of {greedy.get('prompts')} greedy texts equal"
     return texts + _verified(run)
 
@@ -259,7 +259,7 @@ def _canary(run: Run) -> str:
     check_time(run, at_s, path)
     servers = replay.get("endpoints") or []
     if len(servers) < 2:
-        raise Unfinished("out of date", "it asked one server; a canary compares two, without and with the drafter")
+        raise Unfinished("out of date", "it used one server; a canary compares two, with and without the drafter")
     if not replay.get("is_whole"):
         raise Unfinished("out of date", f"it was stopped; {replay.get('not_sent')} calls were not sent")
     for server in servers:
@@ -287,13 +287,13 @@ def _watch(run: Run) -> str:
     except DataError as error:
         raise Unfinished("out of date", str(error)) from None
     if json.loads(json.dumps(release)) != watched:
-        raise Unfinished("out of date", f"{path} watched another release than {run.folder / 'report.json'}")
+        raise Unfinished("out of date", f"{path} watched a release other than {run.folder / 'report.json'}")
     if reading.get("away"):
         raise Unfinished("failed", f"the server could not be read: {reading['away']}")
     if reading.get("alarmed") or reading.get("side") in ("below", "above"):
         raise Unfinished("failed", f"acceptance is {reading.get('side') or 'not inside'} the release's interval")
     if reading.get("side") is None:
-        raise Unfinished("to do", "nothing could be compared: no traffic, or a server that counts other steps")
+        raise Unfinished("to do", "nothing could be compared: no traffic, or the server counts steps differently")
     return "acceptance is inside the release's interval"
 
 

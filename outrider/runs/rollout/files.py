@@ -64,7 +64,7 @@ def read(folder: Path, log: str = LOG) -> Run:
     """Read a run's folder.  Raises ConfigError if it is not one, or not at runs/NAME of the current folder."""
     place = folder / "config.yaml"
     if not place.is_file():
-        raise ConfigError(f"{folder} has no config.yaml, so it is not a run's folder; name runs/NAME of `outrider run`")
+        raise ConfigError(f"{folder} has no config.yaml, so it is not a run's folder; give runs/NAME of `outrider run`")
     values = configs.read(place)
     try:
         drafter, target, name = values["drafter"], str(values["target"]["name"]), str(values["name"])
@@ -89,7 +89,7 @@ def _engine(kind: str, is_folder: bool) -> str | None:
             continue
         try:
             return engine if not is_folder else names.chosen(engine, kind).engine
-        except ConfigError:  # no export of this kind for it
+        except ConfigError:  # it has no export of this kind
             continue
     return None
 
@@ -126,7 +126,7 @@ def check_trained(run: Run) -> None:
 
 
 def check_weights(run: Run, checksum: Any, path: Path) -> None:
-    """Refuse a file about other weights."""
+    """Refuse a file for other weights."""
     if checksum != run.weights:
         which = "names no weights" if checksum is None else f"is of weights {checksum}"
         raise Unfinished("out of date", f"{path} {which}, the checkpoint has {run.weights}")

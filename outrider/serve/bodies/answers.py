@@ -1,6 +1,6 @@
 """Answers in OpenAI's format: complete, or as server-sent events.
 
-The hot path is a chunk of a stream that has only text: everything but the text is built once per choice.
+The hot path is a text-only chunk of a stream: everything but the text is built once per choice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REASONS: dict[Ending, str] = {"stop": "stop", "length": "length", "context": "le
 DONE = b"data: [DONE]\n\n"
 
 LONG = 500
-"""Tokens with more than their text."""
+"""Tokens with details beyond their text."""
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 Name = Callable[[int], str]
@@ -71,7 +71,8 @@ class Answer:
         calls: Callable[[], CallParser | None] = lambda: None,
     ):  # fmt: skip
         """text_of: the text of a token; "" for a special one.  calls: a new parser of the tool calls in a choice; None
-        for a choice that is text."""
+        if the choice is text.
+        """
         self.body, self.model, self.texts, self.text_of = body, model, texts, text_of
         self.is_chat = isinstance(body, ChatRequest)
         self.id = ("chatcmpl-" if self.is_chat else "cmpl-") + uuid4().hex
@@ -79,11 +80,11 @@ class Answer:
         self.counts_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self._parser = calls
         self._parsers: dict[int, CallParser] = {}
-        """Of each choice of a stream; empty if choices are text."""
+        """One per choice of a stream; empty if choices are text."""
         self._has_calls = calls() is not None
         is_detailed = body.include_drafts or body.return_token_ids or body.logprobs not in (None, False)
         self._is_plain = not (is_detailed or self._has_calls)
-        """Chunks have only text."""
+        """Chunks contain nothing but text."""
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._offsets: dict[int, Offsets] = {}
         """Of each choice."""
@@ -140,7 +141,7 @@ class Answer:
     # ── in chunks ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
-        """The beginning of a stream."""
+        """The first events of a stream."""
         if not self.is_chat:
             return b""
         return b"".join(
@@ -148,7 +149,7 @@ class Answer:
         )
 
     def joined(self, outputs: Sequence[tuple[int, Output]]) -> Sequence[tuple[int, Output]]:
-        """Merge the outputs of several steps to one per choice, if chunks have only text."""
+        """Merge the outputs of several steps into one per choice, if chunks have only text."""
         if len(outputs) < 2 or not self._is_plain:
             return outputs
         texts: dict[int, list[str]] = {}
@@ -200,14 +201,14 @@ class Answer:
         return delta, parser.count
 
     def closing(self, calls: Sequence[Call]) -> bytes:
-        """The end of a stream."""
+        """The last events of a stream."""
         if not self.counts_usage:
             return DONE
         last = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
         return event(last | {"choices": [], "usage": usage(calls)}) + DONE
 
     def failed(self, refusal: Refusal) -> bytes:
-        """The end of a stream that fails."""
+        """The last events of a stream that fails."""
         return event(refusal.body) + DONE
 
     def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
@@ -226,7 +227,7 @@ class Answer:
         return self._frames.setdefault(index, (before, after))
 
     def _drafts(self, index: int, tokens: Sequence[int], drafted: Sequence[bool], text: str) -> dict[str, list[Any]]:
-        """Draft flags of these tokens, and the pieces of the text that is sent with them."""
+        """Draft flags of these tokens, and the pieces of the text sent with them."""
         pieces = self._pieces.setdefault(index, Pieces())
         shown = zip(map(self.text_of, tokens), drafted, strict=True)
         return {"drafted_tokens": list(drafted), "pieces": pieces.push(shown, text)}
@@ -249,7 +250,7 @@ class Answer:
         return self.texts.name_of(token), self.texts.bytes_of(token) if self.text_of(token) else b""
 
     def _ranked(self, likeliest: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Log probabilities by token name; of two tokens with the same name, the less likely one is named by its id."""
+        """Log probabilities by token name; if two tokens have the same name, the less likely one is named by its id."""
         ranked: dict[str, float] = {}
         for token, value in sorted(dict(likeliest).items(), key=lambda one: -one[1]):
             name = self.texts.name_of(token)

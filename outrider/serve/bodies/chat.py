@@ -52,15 +52,16 @@ def tokens_of(
             raise invalid(str(error), "messages") from None
         if isinstance(cause, TemplateError):
             raise invalid(f"the model's chat template refuses these messages: {cause}", "messages") from None
-        log.info("a chat template failed: %r", cause)  # not told to the client: the template is a program
+        log.info("a chat template failed: %r", cause)  # withheld from the client: the template is a program
         raise invalid(
             "the model's chat template can't render these messages; see the model card for its format", "messages"
         ) from None
 
 
 def calls_of(body: ChatRequest, tokenizer: Any) -> CallParser | None:
-    """The parser of the tool calls in an answer; None for an answer that is text.  Raises Refusal for a choice that no
-    tool fits."""
+    """The parser of the tool calls in an answer; None for an answer that is text.  Raises Refusal for a choice that
+    matches no tool.
+    """
     tools, choice = offered_tools(body), body.tool_choice
     is_forced = isinstance(choice, NamedTool) or choice == "required"
     if isinstance(choice, NamedTool):
@@ -74,7 +75,7 @@ def calls_of(body: ChatRequest, tokenizer: Any) -> CallParser | None:
         return None
     form = form_of(tokenizer.get_chat_template(None, [tool.model_dump(exclude_none=True) for tool in tools]))
     if form is None and not is_forced:
-        return None  # it is not known how this model writes calls
+        return None  # this model's tool-call format is unknown
     most = 1 if is_forced or body.parallel_tool_calls is False else None
     return CallParser(form, {tool.function.name for tool in tools}, is_forced=is_forced, most=most)
 

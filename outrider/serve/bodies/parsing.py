@@ -21,7 +21,7 @@ REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "suffix": (("",), "infilling is not supported; leave it out"),
     "echo": ((False,), "the prompt is not part of the answer; leave it out, and put the prompt before it yourself"),
     "best_of": ((1,), "answers are not ranked; use n"),
-    "use_beam_search": ((False,), "there is no beam search; leave it out"),
+    "use_beam_search": ((False,), "beam search is not supported; leave it out"),
     "functions": (([],), "use tools"),
     "function_call": (("none", "auto"), "use tools and tool_choice"),
     "chat_template": ((), "only the tokenizer's own template is rendered; leave it out"),
@@ -39,7 +39,7 @@ REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "reasoning": ((), "use chat_template_kwargs, if the model's template knows such a variable"),
     "thinking": ((), "use chat_template_kwargs, if the model's template knows such a variable"),
     "verbosity": (("medium",), "ask for it in a message"),
-    "length_penalty": ((1, 1.0), "there is no beam search; leave it out"),
+    "length_penalty": ((1, 1.0), "beam search is not supported; leave it out"),
     "include_stop_str_in_output": ((False,), "a text ends before its stop string; leave it out"),
     "skip_special_tokens": ((True,), "special tokens are never part of a text; leave it out"),
     "spaces_between_special_tokens": ((True,), "special tokens are never part of a text; leave it out"),
@@ -50,20 +50,21 @@ REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "previous_response_id": ((), "nothing is stored; send the whole conversation as input"),
     "conversation": ((), "nothing is stored; send the whole conversation as input"),
     "context_management": ((), "nothing is stored; send the conversation that you want to be read as input"),
-    "background": ((False,), "an answer is sent on the connection that asked for it; leave it out"),
+    "background": ((False,), "an answer is sent on the connection that requested it; leave it out"),
     "truncation": (("disabled",), "shorten the input yourself"),
     "max_tool_calls": ((), "the only tools are functions, which you call yourself; leave it out"),
 }  # fmt: skip
-"""Unsupported fields of other servers: the values without effect, besides null, that are accepted, and what to use
-instead."""
+"""Unsupported fields of other servers: the values that are accepted because they have no effect (besides null), and
+what to use instead.
+"""
 
 MOST_PARTS = 40_000
-"""Most lists, objects and keys of objects in a body."""
+"""Maximum number of lists, objects and keys of objects in a body."""
 MOST_VALUES = 300_000
-"""Most values in a body, such as the token ids of all its prompts."""
+"""Maximum number of values in a body, such as the token ids of all its prompts."""
 MARKS = (b"[", b"{", b":")
 OUTSIDE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[^"]{1,65536}', re.DOTALL)
-"""Matches a string of a body, or a piece between two strings."""
+"""Matches a string of a body, or the text between two strings."""
 
 EXPECTED: Mapping[str, str] = {
     "prompt": "a text, token ids, or a list of texts or of token ids",
@@ -99,7 +100,9 @@ def read(text: bytes, what: str = "the body") -> Any:
 
 
 def _has_few_values(text: bytes) -> bool:
-    """Whether a body has at most MOST_PARTS and MOST_VALUES, without parsing it; marks in strings don't count."""
+    """Whether a body has at most MOST_PARTS and MOST_VALUES, without parsing it; punctuation inside strings doesn't
+    count.
+    """
     if sum(map(text.count, MARKS)) <= MOST_PARTS and text.count(b",") <= MOST_VALUES:
         return True
     parts = values = 0
@@ -118,7 +121,7 @@ def parse(schema: type[B], values: Any) -> B:
         raise invalid(f"the body is {_shown(values)}; send one JSON object")
     if len(values) > MOST_KEYS + len(REFUSED):
         supported = ", ".join(sorted(schema.model_fields))
-        raise invalid(f"the body has {len(values)} fields, more than exist; leave out all but {supported}")
+        raise invalid(f"the body has {len(values)} fields, more than are supported; leave out all but {supported}")
     fields = dict(values)
     for name in [name for name in fields if name in REFUSED and name not in schema.model_fields]:
         neutral, advice = REFUSED[name]
@@ -168,7 +171,7 @@ def _reason(problem: Any) -> str:
 
 
 def _path(problem: Any, value: Any) -> list[str | int]:
-    """Where in the body a problem is: pydantic's location without its names of types."""
+    """Where in the body a problem is: pydantic's location without the type names."""
     path: list[str | int] = []
     for part in problem["loc"]:
         if _has(value, part):
@@ -206,7 +209,7 @@ def _no_media(name: str) -> Refusal:
 def _shown(value: Any) -> str:
     """A value as the client sent it, shortened to one line."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
-        return "a number of many digits"
+        return "a number with too many digits"
     if isinstance(value, dict | list):
         return f"a JSON {'object' if isinstance(value, dict) else 'list'} of {len(value)}"
     text = repr(value)

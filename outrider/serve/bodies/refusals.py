@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 LONGEST = 600
-"""Most characters of a message, which may quote what the client sent."""
+"""Maximum number of characters of a message, which may quote what the client sent."""
 
 KINDS = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
 """Types of OpenAI's error object by status; the others are invalid_request_error below 500, and server_error."""
@@ -42,8 +42,8 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def internal() -> Refusal:
-    """The server failed; the reason is only in its log."""
-    return Refusal(500, "the server failed on this request; its log says why", code="internal_error")
+    """The server failed; only its log has the reason."""
+    return Refusal(500, "the server failed on this request; see its log for the reason", code="internal_error")
 
 
 def draining() -> Refusal:

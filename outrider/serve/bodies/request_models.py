@@ -33,9 +33,9 @@ Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 MOST_MESSAGES, MOST_TOOLS, MOST_PARTS = 4096, 512, 1024
-"""Of one request, since they take time to validate."""
+"""Limit per request, since they take time to validate."""
 MOST_KEYS = 64
-"""Of an object with free keys, since each invalid one takes time."""
+"""Limit for an object with arbitrary keys, since each invalid one takes time."""
 
 
 def _is_whole(value: Any) -> bool:
@@ -125,9 +125,9 @@ class Prediction(Body):
 
 class Speculative(Body):
     depth: Annotated[int, Field(ge=0, le=1024), WHOLE] | None = None
-    """Most tokens drafted in one step; 0 decodes without drafts."""
+    """Maximum number of tokens drafted in one step; 0 decodes without drafts."""
     drafter: Text | None = None
-    """Member of the server's `mix` that drafts."""
+    """Which member of the server's `mix` drafts."""
 
 
 class SharedBody(Body):
@@ -156,7 +156,7 @@ class SharedBody(Body):
         ]
         | None
     ) = None
-    """Token id to the number that is added to its logit."""
+    """Token id → the number added to its logit."""
     min_tokens: Natural | None = None
     """End tokens are forbidden before this many tokens."""
     ignore_eos: bool | None = None
@@ -166,7 +166,7 @@ class SharedBody(Body):
     speculative: bool | Speculative | None = None
     """false decodes without drafts."""
     parse_special: bool | None = None
-    """Whether spelled-out special tokens become control tokens.  By default they do in prompts, but not in messages."""
+    """Whether spelled-out special tokens become control tokens.  By default they do in prompts but not in messages."""
     timeout: float | None = Field(None, gt=0, le=86_400)
     """Seconds after which the request ends with 408."""
     store: bool | None = None
@@ -317,7 +317,7 @@ class ChatRequest(GenerationBody):
 IDLE = (
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
 )  # fmt: skip
-"""Fields that are accepted and have no effect."""
+"""Fields that are accepted but have no effect."""
 
 
 def idle_fields(body: SharedBody) -> list[str]:

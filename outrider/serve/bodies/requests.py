@@ -42,11 +42,11 @@ from outrider.targets.text.tool_calls import CallParser, schema_of
 COMPLETION_TOKENS = 16
 """`max_tokens` of a completion that does not set it, as in OpenAI's API."""
 LETTERS = 8
-"""Texts of more characters per token of the limit are encoded in pieces, to see whether they are too long."""
+"""Texts with more characters per token of the limit are encoded in pieces, to find out whether they are too long."""
 SEAM = 64
-"""Tokens by which the count of a piece may be off."""
+"""Maximum error, in tokens, of a piece's count."""
 MOST_COUNTED = 65_536
-"""Tokens that /tokenize counts even if no slot holds as many."""
+"""Number of tokens that /tokenize counts even if no slot can hold them."""
 LARGEST_SCHEMA = 100_000
 """Characters; the time to compile a schema grows with the square of its properties."""
 DRAWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -54,7 +54,7 @@ DRAWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class Reader:
-    """Turns bodies into requests.  Slow for long prompts, so call it in a thread; every method raises Refusal."""
+    """Turns bodies into requests.  Slow for long prompts, so call it in a thread; every method may raise Refusal."""
 
     def __init__(self, target: TransformersTarget, config: Config, name: str, length: int, drafters: Sequence[str]):
         """length: tokens of a slot.  drafters: names that a request may choose from; empty without a drafter."""
@@ -136,10 +136,10 @@ class Reader:
     def _chat(self, body: ChatRequest | TokenizeChat, tools: Sequence[Tool] | None) -> list[int]:
         is_parsed, tokenizer = body.parse_special is True, self.target.tokenizer
         most = self._longest if isinstance(body, ChatRequest) else max(MOST_COUNTED, self._longest)
-        if len(body.messages) > most:  # each has at least a token
+        if len(body.messages) > most:  # each has at least one token
             raise self._too_long(f"{len(body.messages)} or more")
         self._check_texts([text_of(message.model_dump()["content"]) for message in body.messages], most)
-        check = lambda rendered: self._check_texts([rendered], most)  # with names, tools and their indentation
+        check = lambda rendered: self._check_texts([rendered], most)  # including names, tools and their indentation
         return chat.tokens_of(body.messages, tools, body.chat_template_kwargs, tokenizer, is_parsed, check)
 
     def _token_ids(self, prompt: str | list[int], is_parsed: bool) -> list[int]:
@@ -162,11 +162,11 @@ class Reader:
 
     @property
     def _longest(self) -> int:
-        """Most tokens of a prompt."""
+        """Maximum number of tokens of a prompt."""
         return min(self.config.prompt_tokens or self.length, self.length - 1)
 
     def _check_texts(self, texts: Sequence[str], most: int) -> None:
-        """Refuse texts of far more tokens than `most` without encoding or rendering them completely."""
+        """Refuse texts with far more than `most` tokens without encoding or rendering them completely."""
         size, tokenizer = LETTERS * most, self.target.tokenizer
         if tokenizer is None or sum(map(len, texts)) <= size:
             return
@@ -203,7 +203,7 @@ class Reader:
     # ── settings ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _most(self, body: TextRequest, prompt: int) -> int:
-        """Most tokens of an answer to a prompt of `prompt` tokens."""
+        """Maximum number of tokens of an answer to a prompt of `prompt` tokens."""
         room, limit = self.length - prompt, self.config.max_tokens
         max_tokens, name = body.max_tokens, "max_tokens"
         if isinstance(body, ChatRequest):
@@ -244,7 +244,7 @@ class Reader:
         )  # fmt: skip
 
     def _drafts(self, body: TextRequest) -> dict[str, Any]:
-        """A body's settings of drafts, as fields of `Request`."""
+        """A body's draft settings, as fields of `Request`."""
         speculative = body.speculative
         drafts: dict[str, Any] = {}
         if isinstance(speculative, Speculative) and not self.drafters:
@@ -258,7 +258,7 @@ class Reader:
             drafts |= {"max_draft": speculative.depth, "drafter": speculative.drafter or ""}
         if body.prediction is not None:
             text = text_of(body.prediction.model_dump()["content"])
-            text = text[: LETTERS * self.length]  # it may be long, and no answer is longer than `length`
+            text = text[: LETTERS * self.length]  # it may be long, but no answer is longer than `length`
             drafts["prediction"] = self._encoded(text, with_special=False)[: self.length]
         return drafts
 

@@ -1,4 +1,4 @@
-"""JSON schemas of answers, made such that a small model comes to an end."""
+"""JSON schemas for answers, tightened so that a small model terminates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COMBINED = (
     "anyOf", "oneOf", "$ref", "if", "not", "unevaluatedProperties", "patternProperties", "propertyNames",
     "minProperties", "dependentRequired", "dependentSchemas",
 )  # fmt: skip
-"""Next to `properties`, these may ask for further ones."""
+"""Besides `properties`, these keywords may require further properties."""
 NAMED = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
 """Keywords whose keys are names."""
 VALUES = ("enum", "const", "default", "examples")
@@ -24,7 +24,7 @@ def bounded(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_combined(schema: Any) -> bool:
-    """Whether some object's properties are in several schemas, none of which knows them all."""
+    """Whether an object's properties are spread over several schemas, none of which lists them all."""
     if isinstance(schema, list):
         return any(map(_is_combined, schema))
     if not isinstance(schema, Mapping):

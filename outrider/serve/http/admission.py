@@ -26,22 +26,24 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = {"/", "/health", "/ready", "/metrics", "/stats", "/openapi.json"}
-"""Pages that show nobody's text, as in vLLM: they need no key, and are served while the server is stopping."""
+"""Pages that show no user's text, as in vLLM: they need no key and are served even while the server is stopping."""
 LOCAL = {"localhost", "ip6-localhost"}
 
 
 class Admission:
-    """Admits requests to an app, which finds their `owner` and when they `arrived`, in seconds of `time.monotonic`, in
-    `scope["state"]`."""
+    """Admits requests to an app; `scope["state"]` has their `owner` and when they `arrived`, in seconds of
+    `time.monotonic`.
+    """
 
     def __init__(self, app: App, config: Config, keys: KeyRing | None, telemetry: Telemetry):
         self.app, self.config, self.keys, self.telemetry = app, config, keys, telemetry
         self.is_closed = False
         """The server is stopping and admits no more requests."""
         self.num_active = 0
-        """Requests that are being answered, without those for open pages."""
+        """Number of requests being answered, excluding those for open pages."""
         self._active_by_key: Counter[str] = Counter()
-        # DNS rebinding: a page of another site can make a browser call a name of that site that leads to this machine
+        # DNS rebinding: a page of another site can make a browser call a name of that site that resolves to this
+        # machine
         names = LOCAL | {socket.gethostname().lower(), config.host.lower()}
         self._names = None if keys is not None else names | {name.lower() for name in config.hosts}
 
@@ -84,7 +86,7 @@ class Admission:
             return
         except Exception:
             log.exception("a request failed")
-            if not is_whole:  # breaks the connection off, so that no client takes the answer for a complete one
+            if not is_whole:  # breaks the connection, so that no client takes the answer for a complete one
                 raise
 
     def _admitted(self, scope: Scope) -> Key | None:
@@ -104,7 +106,7 @@ class Admission:
         limit = key.concurrent or self.config.concurrent
         if self._active_by_key[key.identity] >= limit:
             self.telemetry.refused("key_busy")
-            message = f"this key has {limit} requests running, which is its limit; wait for one to end"
+            message = f"this key has {limit} requests running, which is its limit; wait for one to finish"
             raise Refusal(429, message, code="too_many_requests", retry_after_s=1)
         return key
 
@@ -116,7 +118,7 @@ class Admission:
         sites = [text.partition("://")[2] for text in origins if text.startswith(("http://", "https://"))]
         foreign = [host for host in hosts if not (self._is_ours(_name_of(host)) or _is_address(_name_of(host)))]
         foreign += [site for site in sites if not (self._is_ours(_name_of(site)) or [site] == hosts)]
-        foreign += [origin for origin in origins if origin == "null"]  # a page that hides where it is from
+        foreign += [origin for origin in origins if origin == "null"]  # a page that hides its origin
         if foreign:
             self.telemetry.refused("unknown_host")
             raise Refusal(

@@ -32,7 +32,7 @@ STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 def make_app(service: Service, telemetry: Telemetry, is_stopping: Callable[[], bool]) -> FastAPI:
     """The routes of a service.  `Admission` decides who may use them."""
     app = FastAPI(title="Outrider", version=outrider.__version__, docs_url=None, redoc_url=None)
-    # for the OpenAPI document alone: `Admission` checks the keys
+    # only for the OpenAPI document: `Admission` checks the keys
     bearer = HTTPBearer(scheme_name="key", auto_error=False)
     router = APIRouter(dependencies=[] if service.config.keys is None else [Depends(bearer)])
     _add_models(router, service)
@@ -103,7 +103,7 @@ def _add_texts(router: APIRouter, service: Service) -> None:
     @router.post("/v1/embeddings", include_in_schema=False)
     async def embeddings() -> Response:
         raise Refusal(
-            404, "this server generates text and has no embeddings; send this to a server of an embedding model",
+            404, "this server generates text and has no embeddings; send this to a server with an embedding model",
             code="unsupported_endpoint",
         )  # fmt: skip
 
@@ -130,12 +130,12 @@ def _add_pages(app: FastAPI, service: Service, telemetry: Telemetry, is_stopping
 
     @app.get("/health", responses=responses_of(responses.Health) | {503: {"model": responses.Health}})
     async def health() -> Response:
-        """Whether the process works; a server that fails should be restarted."""
+        """Whether the process works; if not, the server should be restarted."""
         return JSONResponse({"status": status()}, 503 if service.engine.error else 200)
 
     @app.get("/ready", responses=responses_of(responses.Health) | {503: {"model": responses.Health}})
     async def ready() -> Response:
-        """Whether new requests are admitted; a server that is not ready should be sent none."""
+        """Whether new requests are admitted; don't send any to a server that is not ready."""
         return JSONResponse({"status": status()}, 503 if service.engine.error or is_stopping() else 200)
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -155,9 +155,9 @@ def _add_pages(app: FastAPI, service: Service, telemetry: Telemetry, is_stopping
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body of a request, which must be declared to be JSON.  Raises Refusal."""
+    """The body of a request, which must be declared as JSON.  Raises Refusal."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a page of another site can send any other without a preflight
+    if kind != "application/json":  # pages of other sites can send any other content type without a preflight
         shown = repr(kind[:80]) if kind else "missing"
         raise Refusal(415, f"the content-type is {shown}; send the header `Content-Type: application/json`")
     too_large = Refusal(413, f"the body is larger than {max_bytes} bytes, the limit of this server; send less")
@@ -197,7 +197,7 @@ class JobResponse(Response):
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         events = self.service.events(self.job)
-        first = await anext(events)  # before the headers: a request that fails until then gets an error status
+        first = await anext(events)  # before the headers: a request that fails by then still gets an error status
         head = Response(headers=self._job_headers | STREAM_HEADERS, media_type="text/event-stream")
         del head.headers["content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": head.raw_headers})

@@ -16,13 +16,13 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 HEAD_BYTES = 64 * 1024
-"""Most bytes of a request's line and headers, and of anything else outside its body."""
+"""Maximum number of bytes of a request's line and headers, and of anything else outside its body."""
 HEAD_S = 10.0
 """Seconds within which a head has to arrive, from its first byte or from the opening of the connection."""
 UNREAD_S = 60.0
-"""Seconds within which a client has to read enough of its responses for more to be sent."""
+"""Seconds within which a client must read enough of its responses for more to be sent."""
 PIPELINED = 16
-"""Most pipelined requests of one connection."""
+"""Maximum number of pipelined requests of one connection."""
 RESERVED = 64
 """File descriptors reserved for other uses than connections."""
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -57,7 +57,7 @@ class Connections:
         self.waiting.pop(connection, None)
 
     def close_unread(self) -> None:
-        """Close the connections whose clients have read too little for `unread_s`; call it now and then."""
+        """Close the connections whose clients have read too little for `unread_s`; call it periodically."""
         before = asyncio.get_running_loop().time() - self.unread_s
         for connection in list(self.open):
             if connection.transport.is_closing() and connection not in self.waiting:
@@ -171,7 +171,7 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         if self.answered is not None and self.answered.response_started and not self.is_waiting:
-            self.end()  # not into the response to the request before
+            self.end()  # not into the response to the previous request
         elif not self.transport.is_closing():
             self._forget()
             super().send_400_response(msg)
@@ -184,7 +184,7 @@ class Connection(HttpToolsProtocol):
         return self.answered is None or self.answered.response_complete
 
     def end(self, answer: bytes = b"") -> None:
-        """Close the connection, after this answer if none was begun; at once, if the client does not read."""
+        """Close the connection: after this answer if none was begun, at once if the client does not read."""
         if answer and self.is_waiting and not self.transport.is_closing():
             self.transport.write(answer)
         if self.transport.get_write_buffer_size():

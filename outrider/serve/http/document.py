@@ -25,7 +25,7 @@ REFUSALS = {
     404: "The model does not exist.",
     408: "The request took longer than its timeout.",
     413: "The body is too large.",
-    415: "The body is not declared to be JSON.",
+    415: "The body is not declared as JSON.",
     429: "Too many requests are waiting, or running under this key; Retry-After says for how many seconds.",
     500: "The server failed.",
     503: "The server is stopping.",
@@ -42,7 +42,7 @@ def responses_of(model: Any, *errors: int) -> dict[int | str, dict[str, Any]]:
 
 
 def with_body(model: type[BaseModel], *bodies: type[BaseModel], streams: bool = False) -> dict[str, Any]:
-    """Arguments of FastAPI for a route that parses its body, one of `bodies`, itself and returns `model`."""
+    """FastAPI's arguments for a route that returns `model` and parses its body, one of `bodies`, itself."""
     responses = responses_of(model, *(status for status in REFUSALS if status not in OF_EVERY_ROUTE))
     if streams:
         responses[200]["content"] = {"text/event-stream": {"schema": Event.model_json_schema()}}

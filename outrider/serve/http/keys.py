@@ -1,7 +1,7 @@
 """API keys, each with a name and a limit, stored as salted hashes; they can be revoked while a server runs.
 
-A key is 32 random bytes, so one round of SHA-256 is enough: nobody can try them all.  A request's key is compared with
-every key of the file in constant time, whether or not an earlier one matched.
+A key is 32 random bytes, so one round of SHA-256 is enough: brute force is infeasible.  A request's key is compared
+with every key of the file in constant time, whether or not an earlier one matched.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outrider.storage.atomic import replacing
 log = logging.getLogger(__name__)
 
 PREFIX = "outrider-"
-"""Every key begins with it, so that a leaked key is recognised as one."""
+"""Prefix of every key, so that a leaked key is recognised as one."""
 
 
 class Key(Config):
@@ -34,10 +34,10 @@ class Key(Config):
     name: str = Field(pattern=r"^[\w.@-]{1,64}$")
     salt: str = Field(pattern="^[0-9a-f]{32}$")
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    """Of the salt's bytes followed by the key's, in hexadecimal digits."""
+    """SHA-256 of the salt followed by the key, in hexadecimal."""
     made: str
     concurrent: PositiveInt | None = None
-    """Requests that it may have running at once; the server's default unless given."""
+    """Maximum number of concurrent requests; defaults to the server's limit."""
 
     @property
     def identity(self) -> str:
@@ -55,7 +55,7 @@ class KeyFile(Config):
 
 
 def read(path: Path) -> tuple[Key, ...]:
-    """The keys of a file.  Raises ConfigError for a file that can't be read, or that other users may write."""
+    """The keys of a file.  Raises ConfigError for a file that can't be read, or that other users can write."""
     try:
         mode = path.stat().st_mode
         keys = build(KeyFile, read_object(path), str(path)).keys
@@ -87,7 +87,7 @@ def add(path: Path, name: str, concurrent: int | None = None) -> str:
 
 
 def revoke(path: Path, name: str) -> None:
-    """Remove a key; a running server refuses it from its next request on.  Raises ConfigError for an unknown name."""
+    """Remove a key; a running server refuses it from the next request on.  Raises ConfigError for an unknown name."""
     with lock.held(path.parent, ConfigError(f"another process writes into {path.parent}; try again")):
         keys = read(path)
         if not any(key.name == name for key in keys):
@@ -111,7 +111,7 @@ class KeyRing:
         """The key with this secret; None for an unknown one."""
         self._reload()
         match = None
-        for key in self._keys:  # all of them, so that timing reveals nothing
+        for key in self._keys:  # compare all of them, so that timing reveals nothing
             if key.matches(secret):
                 match = key
         return match
@@ -126,7 +126,7 @@ class KeyRing:
             log.info("%s has changed: %d keys", self.path, len(self._keys))
         except ConfigError as error:
             self._keys = ()  # an unreadable file admits nobody
-            log.error("no key is accepted any more: %s", error)
+            log.error("keys are no longer accepted: %s", error)
 
     def _stamped(self) -> tuple[int, ...] | None:
         try:

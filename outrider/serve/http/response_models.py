@@ -32,7 +32,7 @@ class Model(Reply):
     created: int
     owned_by: str
     max_model_len: int
-    """Most tokens of a prompt and its answer together."""
+    """Maximum number of tokens of a prompt and its answer together."""
 
 
 class Models(Reply):

@@ -24,9 +24,10 @@ from outrider.serve.service import Post, Service
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 65
-"""Seconds that an idle connection stays open: longer than clients and proxies keep it, so that they close it first."""
+"""Seconds that an idle connection stays open: longer than clients and proxies keep theirs, so that they close it first.
+"""
 LAST_S = 5.0
-"""Seconds that cancelled requests have to be answered in at shutdown."""
+"""Seconds in which cancelled requests must be answered at shutdown."""
 URGENT_S = 0.2
 """Seconds that running requests have after a second signal."""
 
@@ -46,7 +47,7 @@ def bound(config: Config) -> socket.socket:
         if is_open and config.keys is None and not config.allow_anonymous:
             raise ConfigError(
                 f"{config.host} can be reached from other machines, and no key is required; name a file of keys "
-                "with --keys (outrider keys add FILE NAME makes one), or allow everybody with --allow-anonymous"
+                "with --keys (outrider keys add FILE NAME makes one), or allow everyone with --allow-anonymous"
             )
         sock = socket.socket(family, kind, protocol)  # asyncio sets TCP_NODELAY if the protocol is given as TCP
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -104,7 +105,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.limits.unread_s = 0.0
-        self.limits.close_unread()  # else uvicorn would cancel the tasks that wait for these clients
+        self.limits.close_unread()  # otherwise uvicorn would cancel the tasks that wait for these clients
         await super().shutdown(sockets)
 
     @contextmanager

@@ -3,8 +3,8 @@
     texts/train/00000007.jsonl      {"prompt", "answer": token ids, "drafts": [[depth, accepted], …], "temperature", …}
     texts/held_out/00000002.jsonl   the same
 
-The hash of a prompt decides its part, so a repeated prompt never changes parts.  When a file is full, the next one is
-started; when all files together are too large, the oldest is deleted.
+The hash of a prompt decides its part, so a repeated prompt always lands in the same part.  When a file is full, the
+next one is started; when the total size exceeds the limit, the oldest is deleted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.storage.json_text import parse_json
 
 Part = Literal["train", "held_out"]
 FILES = 16
-"""Files of a full part; one of them is deleted at a time."""
+"""Number of files in a full part; one of them is deleted at a time."""
 
 
 class Text(NamedTuple):
@@ -32,7 +32,7 @@ class Text(NamedTuple):
     prompt: list[int]
     answer: list[int]
     drafts: list[tuple[int, int]]
-    """Per step: depth of the draft, and number of accepted tokens, which one more token follows."""
+    """Per step: depth of the draft, and number of accepted tokens; one more token follows them."""
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -55,7 +55,8 @@ class Text(NamedTuple):
 class Buffer:
     """The texts in a folder.  One process writes; others may read at the same time.
 
-    max_bytes: of all files together.  one_in: one prompt in `one_in` is held out, and may use that share of the bytes.
+    max_bytes: of all files together.  one_in: one prompt in `one_in` is held out; held-out texts may use that share of
+    the bytes.
     """
 
     def __init__(self, folder: Path, max_bytes: int, one_in: int):
@@ -116,7 +117,7 @@ class Buffer:
 
 
 def read(path: Path) -> list[Text]:
-    """The texts of a file, the oldest first; lines that a crash has cut are skipped."""
+    """The texts of a file, the oldest first; lines cut off by a crash are skipped."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:  # deleted after it was listed

@@ -50,7 +50,8 @@ class Folder:
             self.config = Learning(**self.settings["learning"])
         except (OSError, ValueError, KeyError) as error:
             raise DataError(
-                f"{self.path} is not a folder of a drafter that learns ({error}); name that of serve.learning.folder"
+                f"{self.path} is not the folder of a drafter that learns ({error}); use the one in "
+                "serve.learning.folder"
             ) from None
         self.buffer = Buffer(self.path / "texts", int(self.config.max_mb * 1e6), self.config.held_out)
 
@@ -106,10 +107,10 @@ class Folder:
         try:
             return State(**read_object(path)) if path.exists() else State()
         except (OSError, ValueError, TypeError) as error:
-            raise DataError(f"{path} can't be read: {error}; delete it to serve the drafter as it was given") from None
+            raise DataError(f"{path} can't be read: {error}; delete it to serve the original drafter") from None
 
     def use(self, version: int, newest: int) -> None:
-        """Have this version served; a running server takes it within seconds."""
+        """Have this version served; a running server loads it within seconds."""
         self.checkpoint(version)
         _write(self.path / STATE, State(version, newest)._asdict())
 
@@ -136,7 +137,7 @@ class Folder:
             file.write(json.dumps(row) + "\n")
 
     def events(self) -> list[dict[str, Any]]:
-        """The log, the oldest event first; a line that a crash has cut is skipped."""
+        """The log, the oldest event first; a line cut off by a crash is skipped."""
         path = self.path / LOG
         return list(_rows(path.read_text(encoding="utf-8"))) if path.exists() else []
 
@@ -162,7 +163,7 @@ def _rows(text: str) -> Iterator[dict[str, Any]]:
 def opened(config: Learning, drafter: str | Path, target: Mapping[str, Any], threads: int) -> Folder:
     """The folder of this drafter, created if it does not exist.
 
-    drafter: its checkpoint.  target: `name` and the other arguments of `load_target`.  threads: of the server.
+    drafter: its checkpoint.  target: `name` and the other arguments of `load_target`.  threads: those of the server.
     Raises ConfigError for a drafter that can't learn, and for a folder of another drafter.
     """
     source = Path(drafter).resolve()

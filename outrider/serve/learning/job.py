@@ -4,7 +4,7 @@
 
 A separate process with the lowest priority and one thread.  The server starts it, and pauses it at any point while
 requests are decoded.  It loads the target again, trains the served version's weights on the newest texts, and compares
-the new weights with the served ones on held-out prompts.  The result is in versions/N, and a line in the log.
+the new weights with the served ones on held-out prompts.  The result goes to versions/N, with a line in the log.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from outrider.training.trainer import train
 LOWEST = 19
 """Niceness."""
 CACHE_BYTES = 2**28
-"""Most memory for the target's features."""
+"""Maximum memory for the target's features."""
 SHARE_OF_LR = 0.25
-"""Of the peak learning rate of the drafter's original training."""
+"""Share of the peak learning rate of the drafter's original training."""
 
 
 PR_SET_PDEATHSIG = 1
@@ -78,7 +78,7 @@ def lower_priority() -> None:
 
 
 def die_with_server() -> None:
-    """A paused job would otherwise outlive its server."""
+    """Otherwise a paused job would outlive its server."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -186,7 +186,7 @@ def finish(folder: Folder, work: Path, trial: Trial, result: Mapping[str, Any]) 
 
 
 def compile_for_server(folder: Folder, made: Path) -> None:
-    """Compile the passes of this version as the server runs them, if packages contain weights.
+    """Compile this version's passes as the server runs them, if packages contain weights.
 
     In a separate process, since the number of threads is fixed at compilation.  If it fails, the server runs this
     drafter uncompiled.

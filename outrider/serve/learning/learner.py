@@ -43,15 +43,16 @@ MOST_WAITING = 10_000
 RECENT = 256
 """Texts on which acceptance is measured, before and after a swap."""
 BEFORE = 128
-"""Fewest texts under the served version before another is swapped in: with fewer, a drop could go unnoticed."""
+"""Minimum number of texts under the served version before another is swapped in: with fewer, a drop could go unnoticed.
+"""
 FEWEST = 16
-"""Fewest texts under a new version before it is judged."""
+"""Minimum number of texts under a new version before it is judged."""
 TAIL = 0.001
-"""Probability of a rollback although nothing got worse, at each comparison."""
+"""Probability, per comparison, of a rollback although nothing got worse."""
 IDLE_S = 5.0
-"""Longest wait for an idle moment in which to load a version."""
+"""Maximum wait for an idle moment in which to load a version."""
 SWAP_S = 10.0
-"""Longest wait for the engine to replace its drafter."""
+"""Maximum wait for the engine to replace its drafter."""
 
 
 class Job:
@@ -89,9 +90,9 @@ class Learner:
         self._depths = engine.drafter.limit
         self._ended: queue.SimpleQueue[tuple[float, Text]] = queue.SimpleQueue()
         self._recent: deque[Counts] = deque(maxlen=RECENT)
-        """Of texts under the served version."""
+        """Counts of texts under the served version."""
         self._before: list[Counts] = []
-        """Of texts under the previous version, while a rollback is possible; otherwise empty."""
+        """Counts of texts under the previous version while a rollback is possible; otherwise empty."""
         self._before_version = 0
         self._num_new = 0
         self._updates = Updates(self._last_result())
@@ -112,7 +113,7 @@ class Learner:
         return self
 
     def stop(self) -> None:
-        """Store the waiting texts, and end the training, which restarts with the next `start`."""
+        """Store the waiting texts and stop the training, which restarts with the next `start`."""
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join(30)
@@ -137,7 +138,7 @@ class Learner:
             self._ended.put((call.admitted, text))
 
     def busy(self, is_busy: bool) -> None:
-        """The engine now has requests, or has none left."""
+        """The engine now has requests, or none are left."""
         with self._busy_lock:
             before, self._busy_since = self._busy_since, time.monotonic()
             self._busy_s += (self._busy_since - before) * self._is_busy
@@ -155,7 +156,7 @@ class Learner:
             for act in acts[:1] if is_last else acts:
                 try:
                     act()
-                except Exception as error:  # whatever is wrong with learning, requests are served
+                except Exception as error:  # requests are served whatever is wrong with learning
                     self._warn(error)
 
     def _warn(self, error: Exception) -> None:
@@ -216,7 +217,7 @@ class Learner:
             if len(self._recent) < BEFORE or self._before or self.engine.is_degraded:
                 return
             before, texts = self.state.version, list(self._recent)
-            self._use(before, version)  # not again, should it fail
+            self._use(before, version)  # not retried if it fails
             self._swap(version)
             self.state = State(version, version)
             if self.folder.state().version == before:  # no other version was requested in the meantime
@@ -254,11 +255,11 @@ class Learner:
         self.state = State(version, newest)
 
     def _swap(self, version: int) -> None:
-        """Load a version, and replace the engine's drafter by it."""
+        """Load a version and replace the engine's drafter with it."""
         until = time.monotonic() + IDLE_S
         while self._is_busy and time.monotonic() < until:
             time.sleep(0.01)
-        # in a thread that ends, since OpenMP keeps a thread pool for every thread that ever computed
+        # in a short-lived thread, since OpenMP keeps a thread pool for every thread that ever computed
         with ThreadPoolExecutor(1, "outrider-load") as loading:
             drafter = loading.submit(_loaded, self.folder, version, self.target, self.engine.threads).result()
         before, until = self.engine.replaced, time.monotonic() + SWAP_S

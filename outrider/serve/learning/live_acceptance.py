@@ -1,8 +1,8 @@
 """Acceptance of served drafts, independent of the policy: by depth, and combined as tokens per draft.
 
-A policy changes the depth of drafts from step to step, so tokens per step depend on it.  Here, each depth counts only
-the drafts that reached it with all earlier tokens accepted; the product over depths is what a draft of full depth would
-yield.  B texts, D depths.
+A policy changes the depth of drafts from step to step, so tokens per step depend on it.  Here each depth counts only
+the drafts that reached it with all earlier tokens accepted; combined over depths, they give what a full-depth draft
+would yield.  B texts, D depths.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Counts(NamedTuple):
 
 
 def counts_of(text: Text, depths: int) -> Counts:
-    """Counts of one text, without its last step, which the end of the text may have cut."""
+    """Counts of one text without its last step, which may have been cut off by the end of the text."""
     tried, accepted = np.zeros(depths), np.zeros(depths)
     for depth, count in text.drafts[:-1]:
         tried[: min(depth, count + 1)] += 1

@@ -1,7 +1,7 @@
-"""New weights against old ones: both draft for the same held-out prompts, and `outrider.gate` judges.
+"""New weights against old ones: both draft for the same held-out prompts, and `outrider.gate` decides.
 
-The target writes every text again, so what is stored of the traffic can't make a version pass.  A sampled request gets
-a seed, with which both drafters see the same text.
+The target generates every text again, so stored traffic can't make a version pass.  A sampled request gets a seed, so
+that both drafters see the same text.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Trial(NamedTuple):
 
     @property
     def passes(self) -> bool:
-        """The gate finds no loss, and the gain is surely one."""
+        """The gate finds no loss, and the gain is significant."""
         return self.outcome.exit_code == 0 and self.gain is not None and self.gain.low > 1
 
     @property
@@ -65,7 +65,7 @@ def compared(target: Target, new: Drafter, old: Drafter, texts: Sequence[Text], 
 
 @torch.inference_mode()
 def measured(target: Target, drafter: Drafter, texts: Sequence[Text], most: int) -> Report:
-    """Tokens and steps of every text, all of the drafter's tokens drafted in each step."""
+    """Tokens and steps of every text, with full-depth drafts at every step."""
     requests = [
         Request(
             text.prompt, min(len(text.answer), most),

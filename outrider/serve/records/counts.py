@@ -42,8 +42,8 @@ def reading_at(
 ) -> tuple[float, Sequence[Any]]:
     """A time at most a second before `at`, and the counts at that time.
 
-    The first step that is a second or more after a reading makes the next reading before it is counted.  So from a
-    second after a reading until the next one, the counts equal those of the next one.
+    The first step that is a second or more after a reading makes the next reading before it is counted.  So from one
+    second after a reading until the next, the counts equal those of the next reading.
     """
     place = bisect_right(readings, at, key=lambda reading: reading[0]) - 1
     if place < 0:
@@ -74,7 +74,7 @@ def deepest(counts: Sequence[Any]) -> int:
 
 
 def by_depth(counts: Sequence[Any]) -> list[float]:
-    """[k]: of the drafts that reach depth k + 1, the share whose token there was accepted."""
+    """[k]: of the drafts that reach depth k + 1, the share whose token at that depth was accepted."""
     columns = zip(num_reaching(counts, ACCEPTED_BY), num_reaching(counts, REACHED_BY), strict=True)
     return [round(min(1.0, accepted / reached), 4) for accepted, reached in columns if reached > 0]
 

@@ -1,12 +1,12 @@
 """The engine's metrics: Prometheus' text for /metrics, and the figures of the live page.
 
 A step adds a few numbers to one list, which takes microseconds; everything else is computed on request.  Only the
-engine's thread writes to the list, its numbers only grow, and the interpreter copies a list atomically.  So readers
-need no lock, and no counter ever decreases.  A period is the difference of two copies; one copy per second is kept for
-five minutes.
+engine's thread writes to the list, its numbers never decrease, and the interpreter copies a list atomically.  So
+readers need no lock, and no counter ever decreases.  A period is the difference of two copies; one copy per second is
+kept for five minutes.
 
-prometheus_client writes the text, but does not count: its histograms have no past, which the page needs, and take a
-lock per observation.
+prometheus_client only formats the text: its own histograms have no history, which the page needs, and take a lock per
+observation.
 
 Names are vLLM's, with `outrider:` for `vllm:`, if they mean the same.  Three things differ.  A prompt's first token
 comes from a step, not from the prefill, so `request_steps_total` counts it too.  Accepted tokens are those in the text:
@@ -110,7 +110,7 @@ class StepRecord:
     tokens: list[int]
     """Committed tokens."""
     accepted: list[int]
-    """Drafted tokens among them."""
+    """How many of them were drafted."""
     drafted: list[int]
     """Nodes of the drafts."""
     depths: list[int]
@@ -127,7 +127,7 @@ class Telemetry:
     """Counters of one engine.
 
     model: the label of the metrics.  drafter: shown on the page.  length: tokens of a slot.
-    All methods but `refused`, `alarm`, `arrived` and the readers are called in the engine's thread.
+    All methods except `refused`, `alarm`, `arrived` and the readers are called from the engine's thread.
     """
 
     def __init__(self, model: str, slots: int, *, drafter: str = "", length: int | None = None) -> None:

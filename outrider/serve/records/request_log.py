@@ -2,7 +2,7 @@
 
 The file has Outrider's trace format, `{t, session, body, expected_output_tokens, meta}`, t in seconds since 1970.
 Without consent to log prompts it has no text: each text is replaced by its length and a keyed hash.  The key is never
-stored, so equal texts stay equal within a run, and a replay sends other words of the same length.
+stored; equal texts stay equal within a run, and a replay sends different words of the same length.
 
 A thread writes, so neither the engine nor a client ever waits for the disk.  If the disk is full or the folder is gone,
 a warning is logged, the file ends with its last whole line, and serving continues.
@@ -64,7 +64,7 @@ class RequestLog:
     path: of the file; None writes only to the logger `outrider.serve`, which gets one line of JSON per request, without
     text.  Raises ConfigError if it can't be written.
     log_prompts: write prompts and answers to the file.
-    traces: gets a span of each request too.
+    traces: also gets a span for each request.
     largest_bytes: a file that would become larger is renamed to PATH.1, PATH.1 to PATH.2 and so on; `files` are kept.
     """
 
@@ -105,7 +105,7 @@ class RequestLog:
             log.warning("the disk is too slow: %d requests wait to be logged; further ones are dropped", MOST_WAITING)
 
     def stop(self) -> None:
-        """Write all pending lines, and return once they are on the disk."""
+        """Write all pending lines; returns once they are on disk."""
         self._ended.put(None)
         self._thread.join()
 
@@ -149,7 +149,7 @@ class RequestLog:
             if self.is_off:
                 return ""
             return json.dumps(row_of(ended, figures, None if self.log_prompts else self._key), default=str) + "\n"
-        except Exception as error:  # one odd body must not stop the log
+        except Exception as error:  # one malformed body must not stop the log
             log.warning("request %s is not logged: %s: %s", ended.id, type(error).__name__, error)
             return ""
 
@@ -210,7 +210,7 @@ def _numbered(path: Path, number: int) -> Path:
 
 
 def figures_of(calls: Sequence[Call], reasons: Sequence[str]) -> dict[str, Any]:
-    """Total counts and times of a request's answers; None for events that did not happen."""
+    """Totals of a request's answers: counts and times; None for events that did not happen."""
     # a call whose client has disconnected may end a step later
     arrived, finished = min(call.arrived for call in calls), max(call.finished or time.monotonic() for call in calls)
     admitted = [call.admitted for call in calls if call.admitted]
@@ -263,7 +263,7 @@ def _hidden_message(message: Mapping[str, Any], key: bytes) -> dict[str, Any]:
 
 
 def _hash_of(value: Any, key: bytes) -> dict[str, Any]:
-    """Replaces a text, or a JSON value; a replay sends other words of this length."""
+    """Replaces a text or a JSON value; a replay sends different words of this length."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     digest = hmac.new(key, text.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()[:16]
     return {"hidden": digest, "characters": len(text)}

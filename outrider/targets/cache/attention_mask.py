@@ -13,15 +13,16 @@ from torch import Tensor
 
 
 class AttentionLimit(NamedTuple):
-    """How far back a layer attends: to the last `size` positions, the query's own included, or within chunks of `size`
-    positions."""
+    """How far back a layer attends: to the last `size` positions, including the query's own, or within chunks of `size`
+    positions.
+    """
 
     kind: Literal["window", "chunk"]
     size: int
 
 
 class Tree(NamedTuple):
-    """Which tokens of a pass attend to which, if a row is not a chain."""
+    """Which tokens of a pass attend to which others, if a row is not a chain."""
 
     mask: Tensor
     """[R or 1, n, n] bool: True where the row's token attends to the column's."""
@@ -85,7 +86,7 @@ def span(indices: Sequence[int]) -> slice | None:
 
 
 class TracedCache:
-    """The cache that layers get while a pass is traced: it writes after each row's start and reads up to the end."""
+    """The cache that layers see while a pass is traced: it writes after each row's start and reads up to the end."""
 
     is_compileable = False
 
@@ -115,8 +116,9 @@ class TracedCache:
 
 
 class TextCache:
-    """The cache of a pass over texts and of one over rows after them: nothing is written in place, so the second pass
-    has a gradient."""
+    """The cache of a pass over texts and of a second pass over rows after them: nothing is written in place, so the
+    second pass has a gradient.
+    """
 
     is_compileable = False
 

@@ -1,4 +1,4 @@
-"""How many tokens the memory holds, computed before any text is read.
+"""How many tokens fit in memory, computed before any text is read.
 
 If memory is allocated page by page (see `lazy_memory`), all texts share a budget of tokens, and a text that does not
 fit waits.  Otherwise every slot may grow to its full length, so all slots must fit at that length.  Weights and a
@@ -19,7 +19,7 @@ from outrider.targets.protocol import Target
 SHARE = 0.5
 """Fraction of the free memory for slots, unless a budget or a length is given."""
 UNKNOWN_LENGTH = 4096
-"""Most tokens of a slot if its memory is unknown."""
+"""Maximum number of tokens of a slot if its memory is unknown."""
 
 
 @runtime_checkable
@@ -41,20 +41,22 @@ class Capacity(NamedTuple):
     """Limits on texts."""
 
     length: int
-    """Most tokens of one text, prompt and answer."""
+    """Maximum number of tokens of one text, prompt and answer."""
     tokens: int | None = None
-    """Most tokens of all texts together, drafted ones included; None if every slot can hold its longest text."""
+    """Maximum number of tokens of all texts together, drafted ones included; None if every slot can hold its longest
+    text.
+    """
 
 
 def capacity(target: Target, slots: int, length: int | None, budget_bytes: int | None, more: int = 0) -> Capacity:
     """Limits for this many slots: texts of `length` tokens, or as long as the context and the budget allow.
 
-    budget_bytes: for all texts together; default all free memory if `length` is given, else half of it.  more: columns
-    per slot for drafts, besides its text's.  Raises ConfigError if not even one text fits.
+    budget_bytes: for all texts together; by default all free memory if `length` is given, otherwise half of it.  more:
+    columns per slot for drafts, in addition to its text's.  Raises ConfigError if not even one text fits.
     """
     context, each = target.spec.context, token_bytes(target)
     if length is not None and length < 2:
-        raise ConfigError(f"length must be at least 2 tokens, a prompt's and an answer's, got {length}")
+        raise ConfigError(f"length must be at least 2 tokens, one for the prompt and one for the answer, got {length}")
     free = machine.free_memory(target.device)
     budget = budget_bytes if budget_bytes is not None else free if length is not None else int(SHARE * free)
     source = "free" if budget_bytes is None else "given"

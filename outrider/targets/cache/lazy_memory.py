@@ -1,4 +1,4 @@
-"""Memory that is reserved as address space and allocated page by page when it is written.  On a CPU under Linux.
+"""Memory that is reserved as address space and allocated page by page when it is written to.  On a CPU under Linux.
 
 A slot of 8,192 tokens then takes only what its text has written, and nothing is copied as texts grow.  A text's memory
 is released when it ends, and reads as zeros again.
@@ -29,7 +29,7 @@ def _overcommits() -> bool:
     """Whether the system reserves address space without counting it as memory."""
     try:
         return Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2"
-    except OSError:  # another system than Linux
+    except OSError:  # not Linux
         return False
 
 

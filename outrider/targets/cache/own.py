@@ -1,8 +1,9 @@
-"""Slots for families with their own kind of cache, known only as what one pass returns and the next takes.
+"""Slots for families with their own kind of cache, known only as an object that one pass returns and the next one
+takes.
 
 Some families store more than keys, values and states: compressed blocks, matrices, or a class that refuses other
 caches.  Every pass of a slot then works on a copy.  If only part of it is accepted, that part is read again before the
-next pass, so a step with a rejection costs one more pass, but no family is refused for its kind of cache.
+next pass, so a step with a rejection costs one more pass, but no family is refused because of its kind of cache.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class OwnCache:
         self._starts: list[int] = []
         self._pasts: list[Any] = [None] * slots
         self._unread: list[Tensor | None] = [None] * slots
-        """Last tokens [1, n] of a slot that are not in its past yet."""
+        """Trailing tokens [1, n] of a slot that are not in its past yet."""
         self._open: dict[int, tuple[Tensor, Any]] = {}
         """By slot, the tokens of the open pass and the past after it."""
 
@@ -79,7 +80,9 @@ class OwnCache:
         self.append([len(path) + 1 for path in paths])
 
     def cut(self, row: int, length: int) -> None:
-        """Forget all tokens of a slot after the first `length`; here the whole slot, which must be read again."""
+        """Forget all tokens of a slot after the first `length`; here, the whole slot is forgotten and must be
+        reread.
+        """
         if length < self.lengths[row]:
             self.free([row])
 

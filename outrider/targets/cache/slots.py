@@ -1,9 +1,9 @@
-"""Keys and values of every slot in one buffer per layer: append a pass, keep one path of it, forget the rest.
+"""Keys and values of every slot in one buffer per layer: append a pass, keep one path of it, and forget the rest.
 
 A slot's tokens fill columns 0, 1, ... without gaps.  Its length says which are valid; lowering it forgets tokens.  A
 pass writes its rows after each slot's length; `keep` moves the accepted ones together and increases the length.  Layers
-with a window store all keys too, and their mask hides those too far back, so trees, cuts and reused slots work the same
-for all layers.
+with a window store all keys too, and their mask hides those too far back, so trees, truncation and reused slots work
+the same for all layers.
 
 Recurrent layers have a state instead of keys; see `states`.
 
@@ -25,10 +25,11 @@ from outrider.targets.cache.stacks import LayerBuffer, Stacks
 from outrider.targets.cache.states import RecurrentStates, StateCalls
 
 STEP_WIDTH = 64
-"""Most tokens per row of a step; wider passes read prompts.  Steps share one mask, and successive steps have the same
+"""Maximum number of tokens per row of a step; wider passes read prompts.  Steps share one mask, and successive steps
+have the same
 slots, so these are moved together once instead of being copied in every step."""
 VIEWS = 64
-"""Number of slot spans whose views are stored; then all are dropped."""
+"""Number of slot spans whose views are stored; after that, all are dropped."""
 COLUMNS = 256
 """A captured pass on a GPU reads a multiple of this many columns."""
 
@@ -43,7 +44,8 @@ class SlotCache(StateCalls):
     is_compileable = False
 
     def __init__(self, slots: int, length: int, device: torch.device | str = "cpu", layers: int = 1, undo: int = 0):
-        """layers: how many are likely to store keys and values of one shape.  undo: tokens of a slot that `cut` can
+        """layers: how many are likely to store keys and values of the same shape.  undo: tokens of a slot that `cut`
+        can
         take back without loss if layers are recurrent; each costs a copy of the slot's states."""
         self.stacked, self.undo = layers, undo
         self.slots = slots
@@ -71,19 +73,19 @@ class SlotCache(StateCalls):
         self.width = 0
         """Tokens per row of the open pass, padding included."""
         self.end = 0
-        """Columns that some row of the open pass attends to."""
+        """Number of columns that some row of the open pass attends to."""
         self.texts: list[list[int]] = [[] for _ in range(slots)]
         """Tokens of each slot, if the target passes them to `reads`."""
         self.prompts = [0] * slots
         """Text length that determined the rotary factors of a slot's prompt, -1 if it was read in parts; 0 after the
         first verified pass."""
         self.long = [False] * slots
-        """Whether a slot was read as a text longer than the context of the first training."""
+        """Whether a slot was read as a text longer than the pretraining context."""
         self._reads: list[list[int]] | None = None
         self.in_steps = False
-        """Whether recurrent layers must pass position by position, so that any of their states can be stored."""
+        """Whether recurrent layers must run position by position, so that any of their states can be stored."""
         self.is_even = True
-        """All rows of the open pass start at the same length, in contiguous buffer rows."""
+        """Whether all rows of the open pass start at the same length, in contiguous buffer rows."""
         self._at: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -112,7 +114,7 @@ class SlotCache(StateCalls):
         return self._views[key]
 
     def laid_out(self, layout: Sequence[LayerBuffer]) -> SlotCache:
-        """This cache with these buffers, before any pass: a compiled step creates none."""
+        """This cache with these buffers, before any pass: a compiled step does not create any."""
         for buffer in layout:
             self.stacks.make(buffer)
         self._take()
@@ -126,7 +128,7 @@ class SlotCache(StateCalls):
         self._layers, self._views = {layer: (part, made[layer, "values"]) for layer, part in keys.items()}, {}
 
     def reserve(self, columns: int) -> None:
-        """Make room for texts of this many tokens.  If buffers grow, views taken before are out of date."""
+        """Make room for texts of this many tokens.  If buffers grow, earlier views become invalid."""
         assert columns <= self.length, f"a pass up to {columns} tokens in a cache of {self.length}"
         if columns > self.stacks.columns:
             self.stacks.grow(columns, max(self.lengths))
@@ -137,7 +139,7 @@ class SlotCache(StateCalls):
         if rows is self._gathered:
             return
         current = [self.buffer_rows[row] for row in rows]
-        # start where most of them stay; if they don't fit there, at 0, so that more can follow
+        # start where most of them already are; if they don't fit there, at 0, so that more can follow
         [(first, _)] = Counter(index - n for n, index in enumerate(current)).most_common(1)
         first = first if 0 <= first <= self.slots - len(rows) else 0
         placement = dict(zip(rows, range(first, first + len(rows)), strict=True))
@@ -149,7 +151,7 @@ class SlotCache(StateCalls):
 
     @torch.inference_mode()
     def _put(self, placement: Mapping[int, int]) -> None:
-        """Move slots to these buffer rows; the slots that were there are among them."""
+        """Move slots to these buffer rows; the slots that occupied them are among those moved."""
         moved = [row for row, index in placement.items() if self.buffer_rows[row] != index and self.lengths[row]]
         come_from = {self.buffer_rows[row]: self.lengths[row] for row in moved}
         for stack in self.stacks.tensors if moved else ():
@@ -183,7 +185,7 @@ class SlotCache(StateCalls):
         self.states.open(noted)
 
     def reads(self, tokens: Tensor) -> None:
-        """Tell the tokens [R, n] of the open pass: those that stay are added to `texts`."""
+        """Set the tokens [R, n] of the open pass: those that are kept are added to `texts`."""
         self._reads = tokens.tolist()
 
     def update(
@@ -204,7 +206,9 @@ class SlotCache(StateCalls):
         return self._write(self._indexers[layer_idx], keys)[:, 0]
 
     def cached(self, layer: int, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer for these slots, read-only: [R, h, n, d], n the length of the longest one."""
+        """Keys and values of a layer for these slots, read-only: [R, h, n, d], where n is the length of the longest
+        one.
+        """
         longest = max(self.lengths[row] for row in rows)
         indices = [self.buffer_rows[row] for row in rows]
         keys, values = (buffer[span(indices) or indices][:, :, :longest] for buffer in self._layers[layer])
@@ -224,7 +228,7 @@ class SlotCache(StateCalls):
         """Additive mask [R or 1, 1, Q, end] of the open pass.
 
         tree_mask [R or 1, Q, n] bool: which of the pass's own tokens each query attends to; None is causal order, Q =
-        n. Every query attends to all that its slot held before the pass.
+        n. Every query attends to everything in its slot before the pass.
         """
         return additive(self._bool_mask(tree_mask), dtype)
 
@@ -232,7 +236,7 @@ class SlotCache(StateCalls):
         self, tree_mask: Tensor | None, dtype: torch.dtype, limits: Mapping[str, AttentionLimit | None],
         depths: Tensor | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """A mask as `mask` for every kind of layer, within that kind's limit.  depths as in `positions`."""
+        """A mask like `mask` for every kind of layer, within that kind's limit.  depths as in `positions`."""
         has_chunks = any(limit is not None and limit.kind == "chunk" for limit in limits.values())
         if tree_mask is None and self.is_even and not has_chunks:
             return {kind: self._chain_mask(dtype, limit) for kind, limit in limits.items()}
@@ -243,8 +247,9 @@ class SlotCache(StateCalls):
         }
 
     def _chain_mask(self, dtype: torch.dtype, limit: AttentionLimit | None) -> Tensor:
-        """The mask of a chain whose rows all start at the same length.  Steps slice one mask that serves all widths and
-        lengths; chunks of prompts get their own."""
+        """The mask of a chain whose rows all start at the same length.  Steps use slices of one mask that covers all
+        widths and lengths; chunks of prompts get their own.
+        """
         width, start = self.width, self._starts[0]
         if width > STEP_WIDTH:
             return self._new_chain_mask(start, width, dtype, limit)
@@ -320,8 +325,8 @@ class SlotCache(StateCalls):
     def cut(self, row: int, length: int) -> None:
         """Forget all tokens of a slot after the first `length`.
 
-        If layers are recurrent it goes back to the largest stored state up to there, at worst to 0; `lengths` then has
-        the new length, and the tokens after it must be read again.
+        If layers are recurrent, it goes back to the last stored state up to that length, at worst to 0; `lengths` then
+        has the new length, and the tokens after it must be reread.
         """
         if length < self.lengths[row]:
             self.lengths[row] = self.states.cut(row, length)
@@ -341,8 +346,9 @@ class SlotCache(StateCalls):
 
     @property
     def stores_columns_alone(self) -> bool:
-        """Whether texts with equal prefixes have equal columns, and nothing else is stored of a text; known after the
-        first pass."""
+        """Whether texts with equal prefixes have equal columns and nothing else is stored for a text; known after the
+        first pass.
+        """
         return not (self.states.stored or self.states.work or any(self.texts))
 
     @torch.inference_mode()
@@ -358,7 +364,7 @@ class SlotCache(StateCalls):
 
     @torch.inference_mode()
     def copy_in(self, row: int, columns: Sequence[Tensor]) -> None:
-        """Append columns to a slot, whose length must be the `begin` with which they were copied out."""
+        """Append columns to a slot, whose length must equal the `begin` with which they were copied out."""
         begin, at = self.lengths[row], self.buffer_rows[row]
         end = begin + columns[0].shape[2]
         self.reserve(end)

@@ -2,8 +2,8 @@
 
 If memory is allocated page by page (`lazy_memory`), every slot has all its columns from the start, and takes memory
 only for those that its text has written.  Otherwise buffers begin with few columns and double when a text needs more,
-so many slots of a long context take no more memory than the longest text needs.  While they double, one stack at a time
-is in memory twice.
+so many slots with a long context take no more memory than the longest text needs.  While buffers double, one stack at a
+time is in memory twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.targets.cache.lazy_memory import Pages
 FIRST = 512
 """Initial columns of a slot, if buffers double."""
 KEPT = 64
-"""Memory of a finished text with up to this many columns is not released: the next text will be as long."""
+"""Memory of a finished text with up to this many columns is not released: the next text will be at least as long."""
 
 
 class LayerBuffer(NamedTuple):
@@ -37,12 +37,12 @@ class LayerBuffer(NamedTuple):
 
     @property
     def column_bytes(self) -> int:
-        """Of one column of a slot."""
+        """Bytes of one column of a slot."""
         return self.heads * self.size * self.dtype.itemsize
 
 
 class Stacks:
-    """Buffers of `slots` texts of at most `length` tokens; `stacked` of one shape are one tensor."""
+    """Buffers of `slots` texts of at most `length` tokens; `stacked` buffers of the same shape form one tensor."""
 
     def __init__(self, slots: int, length: int, stacked: int, device: torch.device):
         """device: of most buffers."""
@@ -62,7 +62,7 @@ class Stacks:
 
     @property
     def column_bytes(self) -> int:
-        """Of one column of a slot, all layers together."""
+        """Bytes of one column of a slot, all layers together."""
         return sum(buffer.column_bytes for buffer in self.layout)
 
     def make(self, buffer: LayerBuffer) -> Tensor:
@@ -99,7 +99,7 @@ class Stacks:
     @torch.inference_mode(False)  # buffers must not become inference tensors
     @torch.no_grad()
     def grow(self, columns: int, held: int) -> None:
-        """Grow to at least this many columns; the first `held` are copied.  Buffers returned before are out of date."""
+        """Grow to at least this many columns; the first `held` are copied.  Buffers returned earlier become invalid."""
         before, self.columns = self.columns, min(self.length, max(columns, 2 * self.columns))
         held = min(held, before)
         for number in range(len(self.tensors)):

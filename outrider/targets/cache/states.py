@@ -1,7 +1,7 @@
-"""The states of recurrent layers, one row per slot, and those of a pass before its tokens are accepted.
+"""The states of recurrent layers, one row per slot, and those of a pass whose tokens are not accepted yet.
 
 A pass in steps records the states after every position, and `append` stores those after the last accepted token in the
-slot.  If a cache must be able to undo, each slot keeps a few older states, and `cut` goes back to one of them.
+slot.  If a cache must support undo, each slot keeps a few older states, and `cut` goes back to one of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RecurrentStates:
         """By slot, in the order of their lengths."""
 
     def open(self, noted: int | None) -> None:
-        """Begin a pass; states are recorded at its last `noted` positions, or at all."""
+        """Begin a pass; states are recorded at its last `noted` positions, or at all of them."""
         self.work, self.trail, self.noted = {}, {}, noted
 
     def read(self, key: Key, rows: Sequence[int], starts: Sequence[int]) -> Tensor | None:
@@ -63,7 +63,7 @@ class RecurrentStates:
                 if self.noted is not None:
                     del trail[: -self.noted]
 
-    @torch.inference_mode()  # as the passes that created states and buffers
+    @torch.inference_mode()  # in the same mode as the passes that created states and buffers
     def append(self, rows: Sequence[int], starts: Sequence[int], width: int, counts: Sequence[int]) -> None:
         """Keep the first counts[r] tokens of each row of the pass, which is `width` wide."""
         for key, work in self.work.items():
@@ -85,7 +85,7 @@ class RecurrentStates:
 
     @torch.inference_mode()
     def cut(self, row: int, length: int) -> int:
-        """Go back to the largest length up to `length` whose states are stored, at worst to 0; returns it."""
+        """Go back to the largest length up to `length` whose states are stored, at worst to 0; returns that length."""
         if not self.stored:
             return length
         history = self.remembered.get(row, deque())

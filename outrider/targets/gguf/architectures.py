@@ -1,7 +1,7 @@
 """Architectures of GGUF files: the config of transformers' class, and the names of its weights.
 
-Changes of llama.cpp's converter are undone: it interleaves queries and keys of families that rotate adjacent pairs, and
-adds 1 to the norms of Gemma.
+Changes made by llama.cpp's converter are undone: it interleaves queries and keys of families that rotate adjacent
+pairs, and adds 1 to the norms of Gemma.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ FUSED = {name: path for name, path in LAYER.items() if name not in ("attn_q", "a
     "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj",
 }  # fmt: skip
 LARGEST_GEMMAS = {"gemma2": 46, "gemma3": 62}
-"""Number of layers of the one model of each that scales its scores by hidden size / heads, not by head_dim."""
+"""For each architecture, the number of layers of the one model that scales its scores by hidden size / heads, not by
+head_dim.
+"""
 WINDOW = "attention.sliding_window"
 LOCAL_BASE = 10_000.0
 """Rotary base in Gemma 3's windows."""
@@ -60,13 +62,13 @@ class Architecture:
     fields: Callable[[Keys, Sizes], dict[str, Any]] = lambda _keys, _sizes: {}
     """Additional fields of its config."""
     layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
-    """Names within a layer, llama.cpp's to transformers'."""
+    """Names within a layer: llama.cpp's → transformers'."""
     rotates_pairs: bool = False
     """Whether rows of queries and keys are interleaved."""
     added_to_norms: float = 0.0
 
     def names(self, layers: int) -> dict[str, str]:
-        """llama.cpp's names of weights, without suffix, to transformers' modules."""
+        """llama.cpp's names of weights, without suffix → transformers' modules."""
         in_layers = {
             f"blk.{i}.{name}": f"model.layers.{i}.{path}" for i in range(layers) for name, path in self.layer.items()
         }
@@ -98,7 +100,7 @@ def _granite(keys: Keys, sizes: Sizes) -> dict[str, Any]:
 
 
 def _gemma2(keys: Keys, sizes: Sizes) -> dict[str, Any]:
-    # files don't say how scores are scaled; llama.cpp decides by the number of layers
+    # files don't say how scores are scaled; llama.cpp decides based on the number of layers
     is_largest = sizes.layers == LARGEST_GEMMAS[keys.architecture]
     caps = {name: keys.number(name, 0.0) or None for name in ("attn_logit_softcapping", "final_logit_softcapping")}
     return {
@@ -180,7 +182,7 @@ def _sizes(keys: Keys, tensors: Tensors) -> Sizes:
     hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     head_dim = keys.count("attention.key_length", max(1, hidden // heads))
     if keys.count("attention.value_length", head_dim) != head_dim:
-        raise Refused("its heads of keys and of values differ in width, which is not supported")
+        raise Refused("its key heads and value heads differ in width, which is not supported")
     sizes = Sizes(
         keys.count("block_count"), hidden, heads, keys.count("attention.head_count_kv", heads), head_dim,
         keys.count("feed_forward_length"),

@@ -1,4 +1,6 @@
-"""Finds the GGUF files of a name: a file, the parts of a split one, a folder with one model, or a file of the hub."""
+"""Finds the GGUF files that a name refers to: a file, the parts of a split one, a folder with one model, or a file on
+the hub.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ SUFFIX = ".gguf"
 SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 MOST_PARTS = 1000
 BESIDE = ("mmproj", "imatrix")
-"""Name prefixes of image projectors and importance matrices, which are stored beside a model."""
+"""Name prefixes of image projectors and importance matrices, which are stored next to a model."""
 
 
 def locate(name: str, revision: str | None = None) -> tuple[Path, ...] | None:
     """The files of a GGUF model, in order; None for any other name.
 
-    Files of the hub are downloaded.  Raises TargetError for a missing file, for a folder with several models, and for a
+    Files on the hub are downloaded.  Raises TargetError for a missing file, for a folder with several models, and for a
     failed download.
     """
     path = Path(name).expanduser()
@@ -77,8 +79,8 @@ def _parts(name: str) -> list[str]:
 
 
 def _fetched(repository: str, file: str, revision: str | None) -> Path:
-    """A file of the hub, downloaded unless it is in the cache."""
-    import huggingface_hub  # a second to import, and only needed here
+    """A file on the hub, downloaded unless it is in the cache."""
+    import huggingface_hub  # takes a second to import, and only needed here
 
     try:
         return Path(huggingface_hub.hf_hub_download(repository, file, revision=revision))

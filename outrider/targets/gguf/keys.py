@@ -17,11 +17,11 @@ NEUTRAL: dict[str, Any] = {
     "logit_scale": 0.0, "nextn_predict_layers": 0, "residual_scale": 0.0, "use_parallel_residual": False,
     "rope.scaling.type": "none",
 }  # fmt: skip
-"""Keys that change what a model computes, and the values with which they change nothing."""
+"""Keys that change what a model computes, and the values for which they change nothing."""
 
 
 class Refused(ValueError):
-    """A model can't be loaded; the message says why, and what works instead."""
+    """A model can't be loaded; the message says why, and what to use instead."""
 
 
 class Keys:
@@ -45,7 +45,7 @@ class Keys:
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MOST:
-            raise Refused(f"{self._shown(name, value)}, not a whole number above 0")
+            raise Refused(f"{self._shown(name, value)}, not an integer above 0")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

@@ -89,14 +89,14 @@ def refusing(name: str) -> Iterator[None]:
 
 
 def say_what_fits(name: str, parts: GgufFiles, config: Any) -> None:
-    """Log the size of the weights, the free memory, and how long texts can be.
+    """Log the size of the weights, the free memory, and the maximum length of texts.
 
-    A warning if that is less than the model's context.  Raises TargetError if not even the weights fit.
+    Logged as a warning if that is less than the model's context.  Raises TargetError if not even the weights fit.
     """
     free, weights, context = machine.free_memory(), parts.weight_bytes, config.max_position_embeddings
     if weights > free:
         raise TargetError(
-            f"target {name!r} takes {_gb(weights)} of memory, and {_gb(free)} are free; use a file with fewer bits "
+            f"target {name!r} takes {_gb(weights)} of memory, but {_gb(free)} are free; use a file with fewer bits "
             "per weight, or a smaller model"
         )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -105,7 +105,7 @@ def say_what_fits(name: str, parts: GgufFiles, config: Any) -> None:
     fits = min((free - weights) // token_bytes, context)
     level = logging.INFO if fits == context else logging.WARNING
     log.log(
-        level, "%s: %s of weights in %s, %s free: texts of %s tokens fit, of a context of %s", name, _gb(weights),
+        level, "%s: %s of weights in %s, %s free: texts of %s tokens fit, out of a context of %s", name, _gb(weights),
         kinds(parts), _gb(free), f"{fits:,}", f"{context:,}",
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """A transformers model whose matrices stay in the blocks of a GGUF file.
 
-The model is built without values; then each tensor is read, repacked and put in its place, so that memory holds the
-file once and only one matrix of it twice.
+The model is built without values; then each tensor is read, repacked and put in its place, so that the file is in
+memory once and only one matrix at a time twice.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class GgufFiles:
             self._place |= dict.fromkeys(header.tensors, path)
         expected = self.keys.get("split.tensors.count", len(self.tensors))
         if len(paths) > 1 and expected != len(self.tensors):
-            raise Damaged(f"its files have {len(self.tensors)} tensors, but announce {shown(str(expected))}")
+            raise Damaged(f"its files have {len(self.tensors)} tensors, but declare {shown(str(expected))}")
 
     @property
     def weight_bytes(self) -> int:
@@ -74,7 +74,8 @@ class GgufFiles:
 
     def in_order(self, names: Sequence[str], stack: ExitStack) -> list[tuple[str, Info, BinaryIO]]:
         """All tensors with their open files: the small vectors first, then matrices in the order of these names without
-        suffix, so that matrices that are multiplied together are adjacent in memory."""
+        suffix, so that matrices multiplied together are adjacent in memory.
+        """
         files = {path: stack.enter_context(reader.opened(path)) for path in self.paths}
         rank = {name: i for i, name in enumerate(names)}
         order = sorted(self.tensors, key=lambda name: (len(self.tensors[name].shape), rank.get(stem_of(name), -1)))
@@ -118,7 +119,9 @@ def _refusing() -> Iterator[None]:
 
 
 def build(parts: GgufFiles, activations: Activations = "float32") -> PreTrainedModel:
-    """The model.  Raises Refused if it is not supported, Damaged for a file that is truncated meanwhile; OSError."""
+    """The model.  Raises Refused if it is not supported, Damaged for a file that is truncated in the meantime;
+    OSError.
+    """
     config, arch = config_of(parts), architectures.architecture(Keys(parts.keys))
     model: Any = _without_values(config)
     names = arch.names(config.num_hidden_layers)
@@ -181,7 +184,7 @@ def _whole_vector(name: str, info: Info, file: BinaryIO, arch: Architecture, con
 
 
 def _set_vector(model: nn.Module, path: str, leaf: str, vector: Tensor, vectors: dict[str, Tensor]) -> None:
-    if leaf == "bias":  # set with its matrix, which may become another module
+    if leaf == "bias":  # set together with its matrix, which may become another module
         vectors[path] = vector
         return
     model.get_submodule(path).register_parameter(leaf, _parameter(vector))
@@ -208,7 +211,7 @@ def _ordered(name: str, rows: Tensor, arch: Architecture, config: Any) -> Tensor
 def _set_matrix(
     model: nn.Module, path: str, blocks: Tensor, info: Info, vectors: Mapping[str, Tensor], activations: Activations
 ) -> None:
-    """Put a matrix in its place: float32 in torch's own module, all others in one that reads blocks."""
+    """Put a matrix in its place: float32 in torch's own module, all other types in a module that reads blocks."""
     module, bias = model.get_submodule(path), vectors.get(path)
     if isinstance(module, nn.Embedding):
         _set_embedding(model, path, blocks, info, activations)
@@ -222,7 +225,7 @@ def _set_matrix(
 
 
 def _set_embedding(model: Any, path: str, blocks: Tensor, info: Info, activations: Activations) -> None:
-    """The embedding, and a head tied to it, whose blocks are then in memory once."""
+    """The embedding and a head tied to it, whose blocks are then in memory only once."""
     module, is_tied, columns = model.get_submodule(path), model.config.tie_word_embeddings, info.shape[1]
     # Gemma 3's own embedding class scales its output
     scale = float(columns**0.5) if hasattr(module, "embed_scale") else 1.0

@@ -26,17 +26,18 @@ MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
-"""Type numbers of values to codes of `struct`."""
+"""Type numbers of values → codes of `struct`."""
 STRING, ARRAY = 8, 9
 MOST_DIMENSIONS = 4
 MOST_KEYS, MOST_TENSORS = 2**16, 2**17
 MOST_VALUES = 2**23
-"""Values of all keys together, enough for several vocabularies.  A list takes many times the bytes of its numbers in
-the file."""
+"""Maximum number of values of all keys together, enough for several vocabularies.  In memory, a list takes many times
+as many bytes as in the file.
+"""
 MOST_TEXT = 2**24
-"""Bytes of one text, such as a chat template."""
+"""Maximum bytes of one text, such as a chat template."""
 SHOWN = 80
-"""Most characters of a name from a file in an error message."""
+"""Maximum number of characters of a name from a file in an error message."""
 
 
 class Damaged(ValueError):
@@ -90,7 +91,7 @@ def _header(path: Path, _changed: int, size: int) -> Header:
 
 
 def opened(path: Path) -> BinaryIO:
-    """Opens a regular file, without blocking if a pipe has taken its place."""
+    """Opens a regular file, without blocking if it is now a pipe."""
     file = os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -134,7 +135,7 @@ class _Cursor:
     def text(self) -> str:
         size = int.from_bytes(self.take(8), "little")
         if size > MOST_TEXT:
-            raise Damaged(f"a text announces {size} bytes, more than {MOST_TEXT}")
+            raise Damaged(f"a text declares {size} bytes, more than {MOST_TEXT}")
         try:
             return self.take(size).decode("utf-8")
         except UnicodeDecodeError as error:
@@ -154,7 +155,7 @@ class _Cursor:
         self.check(count, 8 if kind == STRING else struct.calcsize(f"<{code}"))
         self.values -= count
         if self.values < 0:
-            raise Damaged(f"its keys hold more than {MOST_VALUES} values")
+            raise Damaged(f"its keys have more than {MOST_VALUES} values")
         if kind == STRING:
             return [self.text() for _ in range(count)]
         return list(struct.unpack(f"<{count}{code}", self.take(count * struct.calcsize(f"<{code}"))))
@@ -162,7 +163,7 @@ class _Cursor:
     def check(self, count: int, size: int) -> None:
         """Raises Damaged if this many values of at least this size don't fit in the rest of the file."""
         if count * size > self.left:
-            raise Damaged(f"it announces {count} values, more than it has bytes")
+            raise Damaged(f"it declares {count} values, more than it has bytes")
 
     # ── the whole header ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -174,11 +175,11 @@ class _Cursor:
         version, num_tensors, num_keys = self.number("I"), self.number("Q"), self.number("Q")
         if version not in VERSIONS:
             big_endian = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
-            raise Damaged("it is big-endian" if big_endian else f"its version is {version}; readable are {VERSIONS}")
+            raise Damaged("it is big-endian" if big_endian else f"its version is {version}; supported are {VERSIONS}")
         for count, most in ((num_keys, MOST_KEYS), (num_tensors, MOST_TENSORS)):
-            self.check(count, 12)  # the least that a key or a tensor takes
+            self.check(count, 12)  # the minimum that a key or a tensor takes
             if count > most:
-                raise Damaged(f"it announces {count} keys or tensors, more than {most}")
+                raise Damaged(f"it declares {count} keys or tensors, more than {most}")
         keys: dict[str, Any] = {}
         for _ in range(num_keys):
             name = self.fresh(keys)

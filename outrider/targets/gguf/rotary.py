@@ -17,7 +17,7 @@ Factors = Callable[[str], list[float] | None]
 DIVISORS = "rope_freqs.weight"
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 PUBLISHED = {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Parameters of every Llama 3, if too few frequencies are between the limits to determine them."""
+"""Parameters of every Llama 3, used if too few frequencies lie between the limits to determine them."""
 CLOSE = 1e-3
 """Relative tolerance between stored divisors, in 32 bits, and those of the recovered parameters."""
 
@@ -76,7 +76,7 @@ def _longrope(keys: Keys, head_dim: int, factors: Factors) -> dict[str, Any]:
 def _llama3(divisors: Sequence[float], theta: float) -> dict[str, Any]:
     """The parameters of llama3's scaling that produce these divisors.
 
-    Between the frequencies that stay and those that are divided by the factor, the reciprocal of the divisor is linear
+    Between the frequencies that are unchanged and those divided by the factor, the reciprocal of the divisor is linear
     in the frequency; two points determine the other two parameters.
     """
     waves = [2 * math.pi * theta ** (2 * i / (2 * len(divisors))) for i in range(len(divisors))]

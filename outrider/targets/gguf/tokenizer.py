@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file: byte-level BPE, built from tokens and merges; SentencePiece is built by transformers.
+"""The tokenizer of a GGUF file: byte-level BPE is built from tokens and merges; SentencePiece is built by transformers.
 
-llama.cpp names how a vocabulary splits texts before its merges.  A target with an unknown name gets no tokenizer, since
-wrong splits would silently give wrong ids.
+llama.cpp stores the name of the pre-tokenizer, which splits texts before merges are applied.  A target with an unknown
+name gets no tokenizer, since wrong splits would silently give wrong ids.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from outrider.targets.gguf.reader import shown
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
-"""Types of tokens: ordinary, special, matched whole but not special, and rows of the head without a token."""
+"""Types of tokens: ordinary, special, matched as a whole but not special, and rows of the head without a token."""
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + REST
@@ -31,12 +31,12 @@ PATTERNS = {
 }  # fmt: skip
 """llama.cpp's names of splits, and their patterns."""
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "tekken", "gpt-4o", "llama4")
-"""Splits for which a word that is a token is encoded as that token, whatever the merges say."""
+"""Splits for which a word that is a token is encoded as that token, regardless of the merges."""
 DIGITS = ("smollm", "starcoder", "refact", "command-r", "granite", "exaone")
 """Splits that separate all digits, and are otherwise GPT-2's."""
 GPT2 = ("gpt-2", "gpt2", "jina-en", "phi-2", "roberta-bpe")
 SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-"""llama.cpp's names of special tokens to transformers'."""
+"""llama.cpp's names of special tokens → transformers'."""
 ENDS = ("eos", "eot", "eom")
 """Tokens that end a text, a turn or a message."""
 
@@ -46,13 +46,13 @@ class NoTokenizer(ValueError):
 
 
 def ends(keys: Mapping[str, Any]) -> list[int]:
-    """Ids of the tokens that end a text, the first one first."""
+    """Ids of the tokens that end a text, the main one first."""
     ids = [_id(keys, name) for name in ENDS]
     return list(dict.fromkeys(number for number in ids if number is not None))
 
 
 def special_ids(keys: Mapping[str, Any]) -> dict[str, int | None]:
-    """Ids of beginning and padding for a config."""
+    """Ids of the beginning and padding tokens for a config."""
     return {"bos_token_id": _id(keys, "bos"), "pad_token_id": _id(keys, "padding")}
 
 
@@ -76,7 +76,7 @@ def of_keys(keys: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     template = keys.get("tokenizer.chat_template")
     special = {f"{name}_token": token for name, token in names.items() if token is not None}
     made: Any = PreTrainedTokenizerFast.__new__(PreTrainedTokenizerFast)
-    made._tokenizer = backend  # as classes with their own backend do; one passed as an argument would be copied
+    made._tokenizer = backend  # as in classes with their own backend; one passed as an argument would be copied
     made.__init__(
         clean_up_tokenization_spaces=False, chat_template=template if isinstance(template, str) else None, **special
     )
@@ -140,7 +140,7 @@ def _without_prefix(made: Tokenizer) -> tuple[Any, Any]:
 
 
 def _add(backend: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
-    """Add the tokens that are matched whole anywhere in a text."""
+    """Add the tokens that are matched as a whole anywhere in a text."""
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
     plain = [token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
@@ -164,7 +164,7 @@ def _frame(backend: Tokenizer, keys: Mapping[str, Any], names: Mapping[str, str 
 
 
 def _id(keys: Mapping[str, Any], name: str) -> int | None:
-    """The id of a special token; None if the file names none within its vocabulary."""
+    """The id of a special token; None if the file has none within its vocabulary."""
     number, tokens = keys.get(f"tokenizer.ggml.{name}_token_id"), keys.get("tokenizer.ggml.tokens")
     if isinstance(number, bool) or not isinstance(number, int) or not isinstance(tokens, list):
         return None

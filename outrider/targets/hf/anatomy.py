@@ -19,7 +19,7 @@ from outrider.targets.parallel import spread
 ARGUMENTS = ("past_key_values", "cache_params", "cache")
 """Names of the cache argument: the first two up to transformers 5.23, the third since."""
 BROKEN = (AssertionError, AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
-"""What a family raises if it can't be built or can't do something."""
+"""What a family raises if it can't be built or does not support something."""
 UNBOUNDED = 2**20
 """Context of a family without a limit, whose positions are a bias or a state."""
 CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "max_target_positions")
@@ -34,11 +34,11 @@ def sizes(model: PreTrainedModel) -> tuple[int, int, int]:
             f"{type(model).__name__}: its {type(config).__name__} has no num_hidden_layers or no hidden_size; use "
             "transformers' own generate for it"
         )
-    # some configs say -1 for no limit
+    # some configs use -1 for no limit
     contexts = [value for name in CONTEXTS if isinstance(value := getattr(config, name, None), int) and value > 0]
     context = contexts[0] if contexts else UNBOUNDED
     rope = getattr(config, "rope_parameters", None) or {}
-    if "dynamic" in str(rope.get("rope_type")):  # the config then has the context of pretraining
+    if "dynamic" in str(rope.get("rope_type")):  # the config then has the pretraining context
         context = int(context * rope["factor"])
     return layers, hidden, context
 
@@ -62,7 +62,7 @@ def output_layer(model: PreTrainedModel) -> Any:
 
 
 def head_transform(raw: Tensor, logits: Tensor, config: Any) -> Callable[[Tensor], Tensor] | None:
-    """What the family does to the output layer's values: nothing, a factor or a soft cap; None if it is unknown."""
+    """What the family does to the output layer's values: nothing, a factor or a soft cap; None if unknown."""
     cap = getattr(config, "final_logit_softcapping", None)
     # some families return logits in another dtype than the layer's
     if cap and torch.allclose((cap * torch.tanh(raw / cap)).double(), logits.double(), rtol=1e-3, atol=1e-5):
@@ -92,7 +92,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     for layers in lists:
         if len(lists) == 1 or _reads_text(model, layers[0]):
             return layers
-    # in some families a layer is two of those that the config counts
+    # in some families a layer counts as two in the config
     declared: Any = getattr(model.get_decoder(), "layers", None)
     if isinstance(declared, nn.ModuleList):
         return declared
@@ -180,7 +180,7 @@ def copied(module: nn.Module, device: torch.device) -> Any:
 
 
 def cache_argument(taken: Container[str]) -> str:
-    """The first of ARGUMENTS that is in `taken`; the newest if none is."""
+    """The first of ARGUMENTS that is in `taken`; the newest if there is none."""
     return next((name for name in ARGUMENTS if name in taken), ARGUMENTS[-1])
 
 

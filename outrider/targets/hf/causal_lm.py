@@ -43,7 +43,8 @@ def to_train(name: str, target: Target, architecture: dict[str, Any] | None, new
     if vocabulary != target.spec.vocabulary:
         raise DrafterError(
             f"small_model {name!r} has a vocabulary of {vocabulary}, the target {target.spec.name!r} one of "
-            f"{target.spec.vocabulary}; with another it can't be trained: choose a model with the target's tokenizer"
+            f"{target.spec.vocabulary}; with a different one it can't be trained: choose a model with the target's "
+            "tokenizer"
         )
     return lm.eval()
 
@@ -91,7 +92,8 @@ def named(name: str, target: Target) -> Any:
     if tokenizer_hash != target_hash:
         raise DrafterError(
             f"small_model {name!r} has the tokenizer {tokenizer_hash}, the target {target.spec.name!r} has "
-            f"{target_hash}; with another vocabulary it can't be trained: choose a model with the target's tokenizer"
+            f"{target_hash}; with a different vocabulary it can't be trained: choose a model with the target's "
+            "tokenizer"
         )
     return lm
 
@@ -102,7 +104,7 @@ def untrained(shape: Any) -> Any:
 
 
 NOT_SHAPE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
-"""What a config.json says besides the shape of a model."""
+"""Keys of a config.json that are not about the model's shape."""
 
 
 def architecture_of(lm: Any) -> dict[str, Any]:
@@ -133,8 +135,9 @@ def learn_passes(lm: Any, name: str) -> tuple[Callable[[Tensor], Tensor], bool]:
 
 @contextmanager
 def keeping_computed(model: nn.Module) -> Iterator[None]:
-    """Within this context, computed buffers such as rotary frequencies are moved to other devices with their module but
-    keep their dtype."""
+    """Within this context, computed buffers such as rotary frequencies move between devices with their module but keep
+    their dtype.
+    """
     computed = [(module, name) for module in model.modules() for name in module._non_persistent_buffers_set]
     before = [module._buffers[name] for module, name in computed]
     yield
@@ -162,10 +165,11 @@ def refuse_longer(lm: Any, documents: Tensor, name: str) -> None:
 def read(lm: Any, tokens: Tensor, documents: Tensor, reads_prepacked: bool) -> Tensor:
     """States [B, S, H] before the head; every text is read independently.  tokens, documents [B, S].
 
-    reads_prepacked: texts in one row can be read in one pass, by their positions; else each gets its own row.
+    reads_prepacked: texts in one row can be read in one pass, distinguished by their positions; otherwise each gets its
+    own row.
     """
     follows = documents[:, 1:] == documents[:, :-1]
-    if bool((follows | (documents[:, 1:] == 0)).all()):  # one text a row, padding after it
+    if bool((follows | (documents[:, 1:] == 0)).all()):  # one text per row, padding after it
         return states(lm, tokens)
     if reads_prepacked:
         return states(lm, tokens, position_ids=positions(documents))

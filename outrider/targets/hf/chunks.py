@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider.decoding.state import Scores
 
 FULL = 128
-"""Above this many tokens the time of a pass on a CPU grows with their number, so padding costs time."""
+"""Above this many tokens, the time of a pass on a CPU grows with their number, so padding costs time."""
 
 
 def shares(lengths: Sequence[int], most: int) -> list[slice]:

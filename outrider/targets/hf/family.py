@@ -1,4 +1,4 @@
-"""How a family of models is called, found from the loaded model itself; there is no list of names.
+"""How a family of models must be called, inferred from the loaded model itself; there is no list of names.
 
 Which masks it takes, how far each kind of layer attends, whether it takes positions, and which modules have a recurrent
 state.  All of this is a guess until `selftest` confirms it.
@@ -37,8 +37,9 @@ class Family:
     """What a model's passes take as arguments, and what they do."""
 
     masks: Masks
-    """A mask for every kind of layer, one for all, or none: then rows are read one by one and the family masks them
-    itself."""
+    """A mask for every kind of layer, one for all, or none; with none, rows are read one by one and the family masks
+    them itself.
+    """
     limits: Mapping[str, AttentionLimit | None]
     """Kinds of attention among its layers, and how far they attend."""
     cache: str
@@ -48,11 +49,13 @@ class Family:
     rotary: Rotary | None = None
     """Set if rotary factors depend on the length of a text."""
     one_by_one: bool = False
-    """Rows of different lengths are read one by one, since the family counts columns of the longest for all."""
+    """Whether rows of different lengths are read one by one, because the family counts columns of the longest
+    for all.
+    """
     past: str | None = None
     """Name of the argument that takes the family's own kind of cache, if slots can't hold what it stores."""
     has_patches: bool = False
-    """Bytes are grouped in patches depending on their ids."""
+    """Whether bytes are grouped into patches depending on their ids."""
 
     @property
     def follows_one_path(self) -> bool:
@@ -70,13 +73,13 @@ class Family:
             arguments: dict[str, Any] = cache.pass_arguments()
             return arguments
         tree_mask, depths = tree or (None, None)
-        # one token per row, all rows of one length: nothing is masked, and no mask is fastest
+        # one token per row, all rows of equal length: nothing is masked, and passing no mask is fastest
         is_whole = cache.width == 1 and tree is None and cache.is_even
         bare = self.masks == "none" or (is_whole and self.masks == "by kind" and not any(self.limits.values()))
         masks = {} if bare else cache.masks(tree_mask, dtype, self.limits, depths)
-        rows = len(cache.rows)  # some families refuse one mask for all rows
+        rows = len(cache.rows)  # some families refuse a single mask for all rows
         masks = {kind: mask.expand(rows, -1, -1, -1) for kind, mask in masks.items()}
-        # padding may reach past the context
+        # padding may extend past the context
         return self.arguments(
             cache, masks, cache.positions(depths).clamp(max=context - 1) if self.has_positions else None
         )
@@ -96,7 +99,8 @@ class Family:
 def learn_family(
     model: PreTrainedModel, masks: Masks | None = None, one_by_one: bool = False, past: str | None = None
 ) -> Family:
-    """Inspect the model, and test its masks on a token.  Modules with a recurrent state are wrapped to pass in steps.
+    """Inspect the model, and test its masks on a single token.  Modules with a recurrent state are wrapped so that they
+    can run in steps.
 
     masks: tested unless given; the others as in Family.
     """
@@ -121,7 +125,7 @@ WINDOWS = (
 
 
 def media_tokens(config: Any) -> dict[int, str]:
-    """Ids of placeholders for images, videos or audio, and what the config calls them."""
+    """Ids of placeholders for images, videos or audio, and their names in the config."""
     names = [f"{kind}_token_{ending}" for kind in ("image", "video", "audio") for ending in ("id", "index")]
     by_id = {getattr(config, name, None): name for name in names}
     return {word: name for word, name in by_id.items() if isinstance(word, int)}
@@ -162,7 +166,7 @@ def _masks(model: PreTrainedModel, has_positions: bool) -> Masks:
 
 
 def _teach_steps(model: nn.Module) -> bool:
-    """Make every module with a recurrent state pass position by position if the cache says so."""
+    """Make every module with a recurrent state run position by position if the cache requires it."""
     modules = [module for module in model.modules() if _reads_states(module)]
     for module in modules:
         hooks.wrap(module, _in_steps)
@@ -176,7 +180,7 @@ def _reads_states(module: nn.Module) -> bool:
 
 
 def _in_steps(module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The module's `forward`, position by position if the cache says so."""
+    """The module's `forward`, position by position if the cache requires it."""
     signature = _signature(type(module).forward)
     bound = signature.bind(module, *args, **kwargs)
     cache = bound.arguments.get(cache_argument(signature.parameters))

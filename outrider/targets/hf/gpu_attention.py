@@ -4,11 +4,11 @@ If a pass has a mask and more than one row, as every verified draft has, transfo
 query head of a group.  One layer of an 8B Qwen3 then takes 11.4 ms on an H200, with 64 slots of 8,192 tokens and 8 rows
 each; here it takes 0.84 ms (benchmarks/results/gpu.json).
 
-On Hopper, torch computes attention with a mask with cuDNN, which makes a new plan for every number of columns, and each
-step of a text has another number: plans took 30 of the 43 ms of a plain step of the demo target.  So cuDNN is used only
-in captured passes, which have few sizes.
+On Hopper, torch computes masked attention with cuDNN, which makes a new plan for every number of columns, and that
+number changes with every step of a text: plans took 30 of the 43 ms of a plain step of the demo target.  So cuDNN is
+used only in captured passes, which have few sizes.
 
-R rows of a pass, n tokens a row, h query heads, g of them to a head of keys, d head size.
+R rows of a pass, n tokens a row, h query heads, g of them per head of keys, d head size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 FEW = 64
-"""Most tokens per row; longer passes are prompts, whose attention is limited by computation, not by reading."""
+"""Maximum number of tokens per row; longer passes are prompts, whose attention is limited by computation, not by
+reading.
+"""
 FEW_HEADS = 32
 """Key heads in a pass, R * h / g, up to which two matmuls are faster than one kernel, which then has too few blocks to
 read a long cache at memory speed."""
@@ -40,7 +42,7 @@ def install() -> None:
 
 @contextmanager
 def sizes_are_few() -> Iterator[None]:
-    """Enables cuDNN's attention within this context, whose passes have few sizes to plan for."""
+    """Enables cuDNN's attention within this context, whose passes have few different sizes to plan for."""
     torch.backends.cuda.enable_cudnn_sdp(
         not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in PREFERRED
     )
@@ -54,7 +56,7 @@ def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, **more: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """As transformers calls it: query [R, h, n, d], key and value [R, h / g, all, d], mask [R or 1, 1 or h, n, all];
+    """Called by transformers: query [R, h, n, d], key and value [R, h / g, all, d], mask [R or 1, 1 or h, n, all];
     returns [R, n, h, d]."""
     rows, heads, width, _ = query.shape
     group = heads // key.shape[1]

@@ -1,7 +1,7 @@
 """Inputs and outputs of modules, recorded during a pass.
 
-A hook stays on its module, which gets only one however often it is loaded.  It records for the pass that is open in its
-own thread (a context variable), so passes of one model may run in parallel.
+A hook stays on its module, which has at most one no matter how often it is loaded.  It records for the pass that is
+open in its own thread (a context variable), so passes of one model may run in parallel.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def replacing(module: nn.Module, values: Tensor) -> AbstractContextManager[objec
 
 
 def selecting(module: nn.Module, rows: Tensor) -> AbstractContextManager[object]:
-    """Within this context, this module, whose input is watched, gets only these rows [B, K] of its input [B, S, H].
+    """Within this context, this module, whose input is watched, receives only these rows [B, K] of its input [B, S, H].
 
     The whole input is recorded.
     """
@@ -70,7 +70,7 @@ def watch_output(module: nn.Module) -> None:
 
 
 def wrap(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Replace the module's `forward` by `function(module, forward, …)`, unless that was done before.
+    """Replace the module's `forward` with `function(module, forward, …)`, unless that has already been done.
 
     A partial, not a closure, so that a copy of the model calls its own modules.
     """

@@ -38,7 +38,7 @@ class Passes:
     def pass_through(
         self, tokens: Tensor, cache: Any, masks: Mapping[str, Tensor], positions: Tensor, logit_indices: Tensor
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """One pass with these masks and positions, which is traced: the logits of the tokens at `logit_indices` [R, K],
+        """One pass, to be traced, with these masks and positions: the logits of the tokens at `logit_indices` [R, K],
         hidden states, and the output of every layer."""
         with self._catching(tuple(range(self.spec.layers))) as caught, hooks.selecting(self._model_head, logit_indices):
             logits = self.model(input_ids=tokens, **self.family.arguments(cache, masks, positions)).logits
@@ -100,6 +100,6 @@ def passed(anchor: Tensor, draft: Draft, vocabulary: int) -> tuple[Tensor, Tree 
     """Tokens [B, N+1] of a pass over anchor and draft, and their tree; None for a chain."""
     if not draft.tokens.shape[1]:
         return anchor[:, None], None
-    # the acceptance rule rejects an id outside the vocabulary; the embedding just must not fail on it
+    # the acceptance rule rejects an id outside the vocabulary; the embedding only has to not fail on it
     tokens = torch.cat([anchor[:, None], draft.tokens.clamp(0, vocabulary - 1)], 1)
     return tokens, Tree(*draft.rows()) if draft.branches else None

@@ -1,4 +1,4 @@
-"""A probe's rows in a TransformersTarget's pass: after anchor and draft, or after whole texts for training.
+"""A probe's rows in a TransformersTarget's pass: after anchor and draft, or, for training, after whole texts.
 
 B slots, S sequence, N nodes, P rows of the probe, H hidden size.
 """
@@ -67,5 +67,5 @@ def read(target: Any, tokens: Tensor, documents: Tensor, probe: Probe) -> Tensor
 
 
 def _embeddings(target: Any, probe: Probe) -> Tensor:
-    """[B, P, H] in the model's type, without the family's scale, which its pass applies."""
+    """[B, P, H] in the model's type, without the family's scale, which the pass applies."""
     return probe.embeddings.to(target.model.dtype) / target._scale

@@ -1,10 +1,10 @@
-"""Rotary factors that depend on the length of the text: every token gets those of `generate`, whatever else is in its
-pass.
+"""Rotary factors that depend on the length of the text: every token gets the same factors as in `generate`, whatever
+else is in its pass.
 
 transformers derives the factors of `longrope` (Phi-3, Phi-4-mini) and `dynamic` (InternLM) from the longest position of
-a pass, for all of its rows.  Here each token has its own text length: within a prompt the prompt's length, after it the
-token's own.  Cached keys do not change.  If `generate` reads a text again when it grows longer than the context of
-pretraining, it is read again here too.
+a pass, for all of its rows.  Here each token has its own text length: within a prompt, the prompt's length; after it,
+the length up to the token.  Cached keys do not change.  If `generate` rereads a text when it grows longer than the
+pretraining context, it is reread here too.
 
 R rows of a pass, n tokens a row.
 """
@@ -39,9 +39,9 @@ class Rotary:
     """How the factors of a family depend on the length of a text."""
 
     original: int
-    """The longest text with the factors of pretraining."""
+    """The longest text that uses the pretraining factors."""
     rereads: bool
-    """Whether `generate` reads the whole text again when it grows longer than that."""
+    """Whether `generate` rereads the whole text when it grows longer than that."""
 
 
 def deciding(lengths: Tensor) -> AbstractContextManager[object]:
@@ -90,11 +90,11 @@ def _by_tokens(
     positions = position_ids.expand_as(lengths)
     original = _original(module, _kinds(module)[0])
     factors: list[Tensor] = []
-    with _LOCK:  # the module stores the factors that it used last
+    with _LOCK:  # the module stores the factors it used last
         for length in lengths.clamp(min=original).unique().tolist():
             # transformers drops the factors of a longer text only when a pass stays below the original length
             forward(x, position_ids.new_zeros(1, 1), *args, **kwargs)
-            # one more token, removed afterwards, has the longest position of the pass
+            # an extra token, removed afterwards, has the longest position of the pass
             longest = torch.full_like(positions[:, :1], length - 1)
             cos_sin = forward(x, torch.cat([positions.clamp(max=length - 1), longest], 1), *args, **kwargs)
             has_length = (lengths.clamp(min=original) == length)[..., None]
@@ -116,7 +116,7 @@ def _rereads(model: Any, original: int) -> bool:
 
 @contextmanager
 def reading_prompt(target: Any, cache: SlotCache, tokens: Tensor, lengths: Sequence[int]) -> Iterator[None]:
-    """A pass of a TransformersTarget over part of a prompt, whose length counts one more token."""
+    """A pass of a TransformersTarget over part of a prompt, whose length counts one token extra."""
     if target.family.rotary is None:
         yield
         return
@@ -132,7 +132,7 @@ def reading_prompt(target: Any, cache: SlotCache, tokens: Tensor, lengths: Seque
 def verify_by_length(
     target: Any, cache: SlotCache, rows: Sequence[int], tokens: Tensor, tree: Tree | None, taps: tuple[int, ...]
 ) -> Scores:
-    """As the target's `verify`, with the factors of `generate` for each token."""
+    """Like the target's `verify`, with the factors of `generate` for each token."""
     rotary = target.family.rotary
     for row in rows:
         length = cache.lengths[row] + 1
@@ -157,7 +157,7 @@ def verify_by_length(
 
 
 def _reread(target: Any, cache: SlotCache, row: int, length: int) -> None:
-    """Read a slot's text again, as part of a text of this length."""
+    """Reread a slot's text as part of a text of this length."""
     text = torch.tensor([cache.texts[row][: cache.lengths[row]]], device=target.device)
     cache.lengths[row], cache.long[row] = 0, True
     cache.open([row], text.shape[1])
@@ -168,7 +168,7 @@ def _reread(target: Any, cache: SlotCache, row: int, length: int) -> None:
 
 
 def _as_long(target: Any, text: list[int], tokens: Tensor, tree: Tree | None, taps: tuple[int, ...]) -> Scores:
-    """Scores of tokens [1, n] after a text that is read again as part of a longer one."""
+    """Scores of tokens [1, n] after a text that is reread as part of a longer one."""
     again = target.allocate(1, len(text) + tokens.shape[1] + 1)
     again.lengths, again.texts = [len(text)], [text]
     if text:

@@ -1,8 +1,8 @@
 """Makes sparse attention that selects keys by score select the same keys in passes of any shape.
 
-An indexer (DeepSeek-V3.2, GLM, Hunyuan) sums products after a ReLU, so many keys score exactly 0.  `topk` picks
-arbitrary ones among equals, which vary with the shape of the pass, so the text depends on its batch, in `generate` too.
-In a loaded model, the indexer takes the earliest of equal keys.
+An indexer (DeepSeek-V3.2, GLM, Hunyuan) sums products after a ReLU, so many keys score exactly 0.  `topk` breaks ties
+arbitrarily, depending on the shape of the pass, so the text depends on its batch, even in `generate`.  In a loaded
+model, the indexer selects the earliest of tied keys.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from outrider.targets.hf import hooks
 
 
 def choose_earliest(model: nn.Module) -> None:
-    """Make every indexer of this model take the earliest among keys of equal score."""
+    """Make every indexer of this model select the earliest among keys with equal scores."""
     for module in model.modules():
-        if type(module).__name__.endswith("Indexer"):  # what transformers calls all of them
+        if type(module).__name__.endswith("Indexer"):  # transformers' name for all of them
             hooks.wrap(module, _with_earliest)
 
 
@@ -30,7 +30,7 @@ def _with_earliest(module: nn.Module, forward: Callable[..., Any], *args: Any, *
 
 
 class _Earliest(TorchFunctionMode):
-    """Within this mode, `topk` takes the first of equal values in this thread."""
+    """Within this mode, `topk` selects the first of equal values in this thread."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -40,6 +40,6 @@ class _Earliest(TorchFunctionMode):
 
 
 def earliest(input: Tensor, k: int, dim: int = -1) -> Any:
-    """As `torch.topk`, with the first of equal values first."""
+    """Like `torch.topk`, with the first of equal values first."""
     values, indices = input.sort(dim=dim, descending=True, stable=True)
     return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))

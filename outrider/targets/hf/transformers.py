@@ -1,7 +1,7 @@
 """Any Hugging Face causal LM as a Target: distribution, taps, slots.  What it can do is tested at load.
 
-Logits are the model's own, scales and soft caps included.  Taps and the final hidden state are caught by hooks on the
-decoder layers and the output head, which every family has.
+Logits are the model's own, including scales and soft caps.  Taps and the final hidden state are captured by hooks on
+the decoder layers and the output head, which every family has.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from outrider.targets.text.prompts import ids_of
 from outrider.targets.text.turns import closing_of
 
 FASTER = Registry("pass", ("outrider.fast.passes",), "outrider.passes")
-"""Faster passes, found by name, since the packages with kernels and graphs are above this one."""
+"""Faster passes, looked up by name, since the packages with kernels and graphs are in a higher layer."""
 
 
 class TransformersTarget(Passes):
@@ -74,7 +74,8 @@ class TransformersTarget(Passes):
         self.is_whole = spread.is_whole(model)
         """Whether all weights are in this process's memory, on one device."""
         if self.device.type == "cpu":
-            # else transformers copies keys and values to every query head of a group, a fifth of a masked pass
+            # otherwise transformers copies keys and values to every query head of a group, which takes a fifth of a
+            # masked pass
             os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
             if tested and self.is_whole:
                 prepacked.pack(model)
@@ -116,9 +117,9 @@ class TransformersTarget(Passes):
         """Id of the mask token, for tokens yet to be drafted; None if the tokenizer has none."""
 
     def refresh(self) -> list[str]:
-        """Detect weights that changed since the last batch, in whatever way; returns their names.
+        """Detect weights that changed in any way since the last batch; returns their names.
 
-        Called for every new batch.  Packed weights, hashes and graphs are made again.  Raises TargetError if the
+        Called for every new batch.  Packed weights, hashes and graphs are rebuilt.  Raises TargetError if the
         model's shape changed; the target must then be loaded again.
         """
         changed = self._contents.changes()
@@ -164,7 +165,7 @@ class TransformersTarget(Passes):
         return self.model.generation_config
 
     def default_sampling(self, prompt: Sequence[int], max_new_tokens: int) -> Sampling:
-        """Greedy decoding as `model.generate(do_sample=False)` does it, by the model's generation_config.
+        """Greedy decoding as in `model.generate(do_sample=False)`, following the model's generation_config.
 
         Raises ConfigError for a key that can't be followed exactly.
         """
@@ -220,13 +221,13 @@ class TransformersTarget(Passes):
         return there
 
     def layer(self, index: int) -> nn.Module:
-        """Decoder layer `index`, counted from 0; its weights are read-only.  A copy if they are quantised or not whole
-        in this process."""
+        """Decoder layer `index`, counted from 0; its weights are read-only.  A copy, if they are quantised or not
+        complete in this process.
+        """
         return quantised.plain(spread.copied(self._decoder_layers[index]))
 
     def allocate(self, slots: int, length: int, undo: int = 0) -> Any:
-        """A SlotCache for `slots` texts of at most `length` tokens, of which `cut` can take back up to `undo` without
-        loss.
+        """A SlotCache for `slots` texts of at most `length` tokens, up to `undo` of which `cut` can undo without loss.
 
         An OwnCache if the family has its own kind of cache.
         """
@@ -246,7 +247,7 @@ class TransformersTarget(Passes):
     ) -> Scores:
         """Read one chunk [R, S], right-padded, after what each slot holds.  `logits` [R, 1, V] follow the last real
         token."""
-        # padding must not enter a recurrent state, and on a CPU it costs time
+        # padding must not enter a recurrent state, and costs time on a CPU
         most = 0 if self.family.follows_one_path else chunks.FULL if self.device.type == "cpu" else tokens.numel()
         shares = chunks.shares(lengths, most)
         if len(shares) > 1:
@@ -258,7 +259,7 @@ class TransformersTarget(Passes):
             cache.append(lengths)
             return scores
         if self.family.follows_one_path:
-            # a chunk after other text must pass in steps
+            # a chunk after other text must run in steps
             cache.open(rows, lengths[0], in_steps=cache.lengths[rows[0]] > 0, noted=1 + cache.undo)
             hidden, tapped = self._each(self._hidden, tokens[:, : lengths[0]], cache, None, taps)
         else:
@@ -295,7 +296,7 @@ class TransformersTarget(Passes):
         probes.check(self)
 
     def compile(self) -> float:
-        """Compile verification; returns the seconds it took, 0 if it was compiled before.
+        """Compile verification; returns the seconds it took, 0 if it was already compiled.
 
         Raises NotCompiled with the reason if it can't be compiled; steps then stay plain.
         """
@@ -311,7 +312,7 @@ class TransformersTarget(Passes):
         return states
 
     def read_probe(self, tokens: Tensor, documents: Tensor, probe: Probe) -> Tensor:
-        """As `Target.read_probe`.  Raises TargetError as `verify` does."""
+        """Like `Target.read_probe`.  Raises TargetError like `verify`."""
         return probes.read(self, tokens, documents, probe)
 
     def masked(self, cache: Any, mask: Tensor, at: Tensor, keys: Tensor) -> dict[str, Any]:
@@ -343,7 +344,7 @@ class TransformersTarget(Passes):
 
     @contextmanager
     def skipping(self, skip: Skip, cache: SlotCache, rows: Sequence[int]) -> Iterator[Callable[[Tensor], Tensor]]:
-        """As `reading_on`, without these sublayers, which are restored on exit."""
+        """Like `reading_on`, but without these sublayers, which are restored on exit."""
         with self.reading_on(cache, rows) as read, self._sublayers.left_out(skip):
             yield read
 

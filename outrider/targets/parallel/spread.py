@@ -1,4 +1,4 @@
-"""Weights that are not whole in memory: split over processes, or on disk until their layer runs.
+"""Weights that are not complete in memory: split over processes, or on disk until their layer runs.
 
 With tensor parallelism they are torch DTensors, of which a process has a part.  With a `device_map` they are on the
 meta device, and accelerate's hooks load them for a pass.
@@ -29,7 +29,7 @@ def is_whole(model: nn.Module) -> bool:
 
 
 def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
-    """A weight of a module, whole; if it is split over processes, all must call this."""
+    """A complete weight of a module; if it is split over processes, all of them must call this."""
     weight: Tensor = getattr(module, name)
     if isinstance(weight, DTensor):
         whole: Tensor = weight.full_tensor()
@@ -43,13 +43,13 @@ def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
 
 
 def named(model: nn.Module, name: str) -> Tensor:
-    """The weight of this name in a model, whole, as `weight_of`."""
+    """The complete weight with this name in a model, like `weight_of`."""
     owner, _, leaf = name.rpartition(".")
     return weight_of(model.get_submodule(owner), leaf)
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """The module itself, or if its weights are not whole a read-only copy with whole ones."""
+    """The module itself or, if its weights are not complete, a read-only copy with complete ones."""
     if all(not is_part(weight) and not weight.is_meta for weight in module.parameters()):
         return module
     there = copy.copy(module)
@@ -63,7 +63,8 @@ def copied(module: nn.Module) -> nn.Module:
 
 
 def device_of(model: Any, name: str) -> torch.device:
-    """Where a model's passes begin and end.  Raises TargetError if the embedding is on no device, or if the head is
+    """The devices on which a model's passes begin and end.  Raises TargetError if the embedding is on no device, or if
+    the head is
     tied to it but placed elsewhere."""
     device = next(iter(model.parameters())).device
     if device.type == "meta":

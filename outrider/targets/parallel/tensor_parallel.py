@@ -2,7 +2,7 @@
 
 Each process started by torchrun has a part of every layer.  The first one has the text, the drafter, the policy and the
 noise, and makes all decisions; before a pass it sends the call to the others, which make the same call on their parts.
-They draw, time and write nothing, so processes can't disagree.
+The others sample, time and write nothing, so processes can't disagree.
 
 R rows of a pass, N drafted nodes, T taps, H hidden size, V vocabulary.
 """
@@ -35,7 +35,7 @@ from outrider.sampling.text import Detokenizer
 from outrider.targets.hf.transformers import TransformersTarget
 
 PATIENCE = timedelta(days=365)
-"""How long the others wait for a call: a server may be idle for days, and if a process dies the connection breaks."""
+"""How long the others wait for a call: a server may be idle for days, and if a process dies, the connection breaks."""
 Load = Callable[..., TransformersTarget]
 """Returns this process's part of a target, from the options of `load_target`."""
 
@@ -92,11 +92,11 @@ class Calls:
         return received[0]
 
     def end(self) -> None:
-        """Let the others end, unless they are in a pass that failed here: they end when this process is gone."""
+        """Let the others exit, unless they are in a pass that failed here: those exit when this process is gone."""
         with suppress(RuntimeError):
             if self._is_sound and distributed.is_initialized():
                 self.send(None)
-                distributed.barrier(self._control)  # else the connection may close before they have read it
+                distributed.barrier(self._control)  # otherwise the connection may close before they have read it
 
 
 @functools.cache
@@ -135,8 +135,8 @@ def lead(calls: Calls, load: Load, options: dict[str, Any]) -> TensorParallelTar
 
 
 def work(calls: Calls, load: Load) -> Never:
-    """In every other process: repeat the first one's calls until it ends, then raise SystemExit."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the first one handles these and tells the others to end
+    """In every other process: repeat the first one's calls until it finishes, then raise SystemExit."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the first one handles these and tells the others to exit
         with suppress(ValueError):  # not the main thread
             signal.signal(number, signal.SIG_IGN)
     for name in ("outrider", "transformers"):  # the first one logs warnings
@@ -229,7 +229,7 @@ class NoModel(TargetError, AttributeError):
 
 
 class TensorParallelTarget:
-    """A causal LM split over processes, of which this one leads.  Created by `load_target`."""
+    """A causal LM split over processes, with this process as leader.  Created by `load_target`."""
 
     def __init__(self, part: TransformersTarget, calls: Calls, number: int):
         self._part, self._calls, self._number = part, calls, number
@@ -249,7 +249,7 @@ class TensorParallelTarget:
         self, cache: TensorParallelCache, rows: Sequence[int], tokens: Tensor, lengths: Sequence[int],
         taps: tuple[int, ...] = (),
     ) -> Scores:  # fmt: skip
-        """As `TransformersTarget.prefill`, in all processes."""
+        """Like `TransformersTarget.prefill`, in all processes."""
         with self._together("prefill", cache.number, list(rows), tokens.cpu(), list(lengths), taps):
             return self._part.prefill(cache.part, rows, tokens, lengths, taps)
 
@@ -257,7 +257,7 @@ class TensorParallelTarget:
         self, cache: TensorParallelCache, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple[int, ...] = (),
         probe: Probe | None = None,
     ) -> Scores:  # fmt: skip
-        """As `TransformersTarget.verify`, in all processes.  Raises TargetError for a probe."""
+        """Like `TransformersTarget.verify`, in all processes.  Raises TargetError for a probe."""
         if probe is not None:
             self.check_probe()
         sent = Draft(draft.tokens.cpu(), draft.parents.cpu(), draft.sizes, branches=draft.branches)
@@ -265,12 +265,12 @@ class TensorParallelTarget:
             return self._part.verify(cache.part, rows, anchor, draft, taps)
 
     def read(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """As `TransformersTarget.read`, in all processes."""
+        """Like `TransformersTarget.read`, in all processes."""
         with self._together("read", tokens.cpu(), taps):
             return self._part.read(tokens, taps)
 
     def generate_plainly(self, tokens: Tensor, settings: Mapping[str, Any]) -> Tensor:
-        """As `TransformersTarget.generate_plainly`, in all processes."""
+        """Like `TransformersTarget.generate_plainly`, in all processes."""
         with self._together("generate_plainly", tokens.cpu(), dict(settings)):
             return self._part.generate_plainly(tokens, settings)
 
@@ -352,7 +352,7 @@ class TensorParallelTarget:
         )
 
     def compile(self) -> float:
-        """As `TransformersTarget.compile`: raises NotCompiled."""
+        """Like `TransformersTarget.compile`: raises NotCompiled."""
         return self._part.compile()
 
     def check_probe(self) -> None:

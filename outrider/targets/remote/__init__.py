@@ -1,1 +1,1 @@
-"""A target on a server: one that verifies drafts, and one whose answers and states train a drafter here."""
+"""Targets on a server: one that verifies drafts, and one whose answers and states train a drafter here."""

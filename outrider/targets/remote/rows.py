@@ -1,6 +1,6 @@
-"""Rows of a verified pass computed by a server, from log probabilities of its prompt or from the tokens it draws.
+"""Rows of a verified pass computed by a server, from log probabilities of its prompt or from the tokens it samples.
 
-Everything is in token ids, since text that is encoded again may have other tokens.  B live slots, N drafted nodes, V
+Everything is in token ids, since re-encoded text may have different tokens.  B live slots, N drafted nodes, V
 vocabulary; row 0 follows the anchor, row n + 1 follows node n.
 """
 
@@ -22,7 +22,7 @@ from outrider.sampling.settings import Sampling
 from outrider.targets.protocol import TargetSpec
 
 Ask = Callable[[Sequence[dict[str, Any]]], Sequence[Mapping[str, Any]]]
-"""From bodies of completion requests, all sent at once, to the first choice of each answer, in the same order."""
+"""Bodies of completion requests, all sent at once → the first choice of each answer, in the same order."""
 TOKEN_ID = "token_id:"
 """vLLM's prefix of an id in place of a token's text."""
 IDLE = Sampling()
@@ -65,7 +65,7 @@ class RemoteRows(ABC):
     def __init__(self, spec: TargetSpec, ends: frozenset[int], ask: Ask, sampling: Sampling):
         self.spec, self.ends, self.device, self._ask, self.sampling = spec, ends, torch.device("cpu"), ask, sampling
         self.rounds = 0
-        """Passes so far; the requests of one are sent at once."""
+        """Number of passes so far; the requests of each are sent at once."""
 
     @property
     @abstractmethod
@@ -124,7 +124,7 @@ class RemoteRows(ABC):
     def checked(self, token: int) -> int:
         if not 0 <= token < self.spec.vocabulary:
             raise TargetError(
-                f"{self.spec.name} returned token {token}, outside its supposed vocabulary of {self.spec.vocabulary}; "
+                f"{self.spec.name} returned token {token}, outside its presumed vocabulary of {self.spec.vocabulary}; "
                 "pass the model's own size as vocabulary"
             )
         return token
@@ -134,12 +134,12 @@ class RemoteRows(ABC):
 
 
 class DrawnRows(RemoteRows):
-    """One request of one token for each row; the token that the server draws is the target's.
+    """One request of one token for each row; the token that the server samples is the target's.
 
-    A drafted token is accepted if it is the one drawn, and only drawn tokens are emitted.  That is exact if draws of
-    different rows are independent of each other and of the draft.  One seed for all would make them dependent: rows
-    with the same distribution would draw the same token.  So every position of a text has its own seed, and a seeded
-    text is the same whatever was drafted.
+    A drafted token is accepted if it equals the sampled one, and only sampled tokens are emitted.  That is exact if
+    samples of different rows are independent of each other and of the draft.  One seed for all would make them
+    dependent: rows with the same distribution would sample the same token.  So every position of a text has its own
+    seed, and a seeded text is the same whatever was drafted.
     """
 
     @classmethod
@@ -154,7 +154,7 @@ class DrawnRows(RemoteRows):
 
     @property
     def own_sampling(self) -> Sampling:
-        """Greedy: the server's draws are used as they are, and the likeliest drafts match most often."""
+        """Greedy: the server's samples are used as they are, and the likeliest drafts match most often."""
         return IDLE
 
     def scores(self, texts: Sequence[list[int]], draft: Draft) -> tuple[Tensor, Tensor]:
@@ -193,8 +193,8 @@ class LogprobRows(RemoteRows):
     """One request for each slot, with prompt and draft: the server's log probabilities are the rows' logits.
 
     They are the model's own, before any setting, so temperature and truncation are applied here, by the same judge as
-    for a local target.  There are `count` for each row: enough for greedy decoding and for top_k up to `count`; all of
-    them (-1, if the server allows it) are enough for everything.
+    for a local target.  There are `count` per row: enough for greedy decoding and for top_k up to `count`; all of them
+    (-1, if the server allows it) are enough for everything.
     """
 
     def __init__(self, spec: TargetSpec, ends: frozenset[int], ask: Ask, sampling: Sampling, count: int):
@@ -204,7 +204,7 @@ class LogprobRows(RemoteRows):
     @classmethod
     def check(cls, sampling: Sampling, count: int) -> None:
         """Raises ConfigError for settings that need more than the `count` likeliest tokens of a row, or the logits."""
-        # a log probability is a logit minus an unknown constant, which changes the result of these two
+        # a log probability is a logit minus an unknown constant, which would change the result of these two
         if sampling.repetition_penalty != 1 or sampling.processors:
             raise ConfigError(
                 "repetition_penalty and processors need logits, but a server returns log probabilities; leave them "
@@ -215,9 +215,9 @@ class LogprobRows(RemoteRows):
         is_cut = sampling.temperature == 0 or 0 < sampling.top_k <= count
         if not is_cut or sampling.is_processed or sampling.logprobs is not None:
             raise ConfigError(
-                f"{count} log probabilities a row are enough for greedy decoding and for top_k up to {count}, without "
-                "penalties, biases, bans or log probabilities of the output; set logprobs to -1 and start vLLM with "
-                "--max-logprobs -1, or use method='probes'"
+                f"{count} log probabilities per row are enough for greedy decoding and for top_k up to {count}, "
+                "without penalties, biases, bans or log probabilities of the output; set logprobs to -1 and start vLLM "
+                "with --max-logprobs -1, or use method='probes'"
             )
 
     @property
@@ -245,8 +245,8 @@ class LogprobRows(RemoteRows):
 def rows_of(choice: Mapping[str, Any], begin: int, drafted: int, name: str) -> list[dict[int, float]]:
     """Log probabilities by token for the rows after the anchor and after each drafted token, in vLLM's format.
 
-    begin: number of tokens before the draft.  Those for drafted tokens are part of the prompt's, the last are with the
-    generated token.  Raises TargetError if they are missing.
+    begin: number of tokens before the draft.  Those for drafted tokens are among the prompt's, the last ones come with
+    the generated token.  Raises TargetError if they are missing.
     """
     try:
         prompt = choice["prompt_logprobs"][begin : begin + drafted] if drafted else []

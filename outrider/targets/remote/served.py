@@ -1,6 +1,6 @@
 """A target run by a server: config, tokenizer and end tokens are local, its layers are not.
 
-Enough to send requests, to store the answers, and to train on an engine's states.  Embedding, final norm and output
+Enough to send requests, store the answers, and train on an engine's states.  Embedding, final norm and output
 layer are loaded when first used, from a checkpoint reduced to its first layer.
 """
 
@@ -50,7 +50,7 @@ class ServedTarget:
         return int(self._model.num_parameters())
 
     def encode(self, prompt: Any, thinking: bool | None = None) -> list[int]:
-        """Token ids, as `TransformersTarget.encode`."""
+        """Token ids, like `TransformersTarget.encode`."""
         return ids_of(prompt, self.tokenizer, self.spec.vocabulary, {}, thinking)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -127,15 +127,15 @@ def load_served(
     name: str, *, device: str | None = None, dtype: str | None = None, quantize: str | None = None,
     revision: str | None = None, trust_remote_code: bool = False,
 ) -> ServedTarget:  # fmt: skip
-    """A target from its config and tokenizer: `demo`, `smollm2`, a folder, also without weights, or a Hugging Face id.
+    """A target from its config and tokenizer: `demo`, `smollm2`, a folder (weights not needed), or a Hugging Face id.
 
-    The settings are those of `load_target`, so that both give the same target.  Raises TargetError if config or
+    The settings are those of `load_target`, so that both describe the same target.  Raises TargetError if config or
     tokenizer can't be read.
     """
     path = catalog.checkpoint(name)
     if locate(path, revision) is not None:
         raise TargetError(
-            f"target {name!r} is a GGUF file, whose states no server sends; leave out prepare.servers, or give the "
+            f"target {name!r} is a GGUF file, whose states no server can send; leave out prepare.servers, or give the "
             "checkpoint that the server runs"
         )
     pinned: dict[str, Any] = {} if revision is None else {"revision": revision}

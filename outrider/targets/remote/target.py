@@ -1,8 +1,8 @@
 """A target behind HTTP: a server with OpenAI's completions API verifies local drafts.
 
-Loop, drafters, policies, end tokens and stop strings are those of a local target; see `remote.rows` for how a server
-verifies.  A round costs a round trip, and the server reads the prompt again unless it caches it.  So `plain` sends the
-same requests without drafts, and `compare` says which was faster.
+The loop, drafters, policies, end tokens and stop strings are those of a local target; see `remote.rows` for how a
+server verifies.  A round costs a round trip, and the server rereads the prompt unless it is cached.  So `plain`
+sends the same requests without drafts, and `compare` says which was faster.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Traffic:
     sent: int = 0
     """Tokens of prompts."""
     received: int = 0
-    """Tokens of answers, used or not."""
+    """Number of answer tokens, whether used or not."""
     rounds: int = 0
     """Sequential round trips."""
     seconds: float = 0.0
@@ -89,7 +89,7 @@ class RemoteTexts:
 
 
 class RemoteTarget:
-    """A model on a server, for drafters that read only tokens; `load_drafter` takes it."""
+    """A model on a server, for drafters that read only tokens; can be passed to `load_drafter`."""
 
     def __init__(
         self, server: str | Client, tokenizer: Any = None, *, model: str | None = None, api_key: str | None = None,
@@ -150,16 +150,17 @@ class RemoteTarget:
 
     def read(self, tokens: Any, taps: Any) -> Never:
         """Raises DrafterError: a server sends no hidden states."""
-        raise DrafterError(f"{self.spec.name} is a server, which sends no hidden states; {ADVICE}")
+        raise DrafterError(f"{self.spec.name} is a server, which does not send hidden states; {ADVICE}")
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt], drafter: Drafter | None = None, *, max_new_tokens: int,
         sampling: Sampling | None = None, stop: Sequence[str] = (), policy: str | Policy | None = None, slots: int = 16,
     ) -> RemoteTexts:  # fmt: skip
-        """Continue every prompt with drafts that the server verifies; the text is distributed as its model's.
+        """Continue every prompt with drafts that the server verifies; the text follows the distribution of the server's
+        model.
 
         sampling: default greedy.  With `probes` the server applies it, in its own order; with `logprobs` it is applied
-        here, and a seed gives the same text as `outrider.generate`.  The other arguments are as there.
+        here, and a seed gives the same text as `outrider.generate`.  The other arguments are as in that function.
         Raises ConfigError for a sampling that the method does not support, DrafterError for a drafter that reads hidden
         states, TargetError for unusable answers, ClientError if a request fails.
         """
@@ -238,7 +239,7 @@ class RemoteTarget:
 def compare(drafted: RemoteTexts, plain: RemoteTexts) -> str:
     """The traffic of both, which was faster, and how many tokens per round break even.
 
-    Tokens per round count those of all texts in it.
+    Tokens per round include all texts in the round.
     """
     with_drafts, without = drafted.traffic, plain.traffic
     lines = [f"drafted  {drafted.tokens:,} tokens in {with_drafts}", f"plain    {plain.tokens:,} tokens in {without}"]
@@ -281,7 +282,7 @@ class _Wire:
 
 
 def _described(tokenizer: Any) -> tuple[Any, dict[str, Any]]:
-    """The tokenizer, and vocabulary, context and ends as far as it and the configs beside it say them."""
+    """The tokenizer, and vocabulary, context and ends as far as it and the configs next to it specify them."""
     if tokenizer is None:
         return None, {}
     of_configs: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Renders messages by a chat template, for prompts, training data, evaluations and the server alike.
+"""Renders messages with a chat template, for prompts, training data, evaluations and the server alike.
 
 Templates accept different forms, so messages and tools are normalised first: contents are texts, arguments of tools are
 objects, nulls are removed.  The model then reads the same tokens in training and when served.
@@ -19,20 +19,20 @@ from outrider.targets.text.parts import text_of, without_nulls
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 UNSHOWN = ("weight",)
-"""Fields of a message that concern training; templates don't get them."""
+"""Fields of a message that concern training; they are not passed to templates."""
 NULLS = ("default", "const", "example")
-"""Keys of a JSON schema whose null is a value; elsewhere a null means that the field is missing."""
+"""Keys of a JSON schema for which null is a value; elsewhere a null means that the field is missing."""
 
 
 def rendered(
     tokenizer: Any, messages: Messages, tools: Tools = (), variables: Mapping[str, Any] | None = None, *,
     add_generation_prompt: bool, parse_special: bool = False, check: Callable[[str], None] = lambda text: None,
 ) -> list[int]:  # fmt: skip
-    """Token ids of these messages; control tokens spelled in them are text.
+    """Token ids of these messages; control tokens spelled out in them are text.
 
-    variables: passed to the template too.  parse_special: control tokens spelled in messages are control tokens.
-    check: called with the rendered text before it is encoded.  Raises DataError if the template refuses the messages,
-    with what the template or the check raised as its cause.
+    variables: also passed to the template.  parse_special: control tokens spelled out in messages become control
+    tokens.  check: called with the rendered text before it is encoded.  Raises DataError if the template refuses the
+    messages; its cause is what the template or the check raised.
     """
     plain_messages, functions = [plain(message) for message in messages], [plain_tool(tool) for tool in tools]
 

@@ -1,8 +1,8 @@
-"""Encodes chats so that control tokens spelled in messages are ordinary text.
+"""Encodes chats so that control tokens spelled out in messages are ordinary text.
 
 A user who writes `<|im_end|>` must not end their turn.  Control tokens in messages, tools and variables are replaced by
-placeholders while the template renders them, so that every control token in the rendering is the template's.  The
-rendering is then encoded by a copy of the tokenizer in which control tokens have unguessable names, and the
+placeholders while the template renders them, so that every control token in the rendered text comes from the template.
+The rendered text is then encoded by a copy of the tokenizer in which control tokens have unguessable names, and the
 placeholders become text again.
 """
 
@@ -24,8 +24,9 @@ from outrider.errors import DataError
 Span = tuple[int, int]
 BARS = re.compile(r"<[|｜].*[|｜]>")
 OWN = ("assistant", "system", "developer")
-"""Roles whose texts may contain the template's marks that are not special tokens, such as <think>: the model writes
-them, and system prompts explain them."""
+"""Roles whose texts may contain those template marks that are not special tokens, such as <think>: the model generates
+them, and system prompts explain them.
+"""
 
 
 def chat_tokens(
@@ -33,11 +34,11 @@ def chat_tokens(
     variables: Mapping[str, Any] | None = None, parse_special: bool = False, add_generation_prompt: bool = True,
     check: Callable[[str], None] = lambda text: None,
 ) -> list[int]:  # fmt: skip
-    """Token ids of a chat by the tokenizer's template.
+    """Token ids of a chat, rendered with the tokenizer's template.
 
     parse_special: control tokens spelled in messages become control tokens.  check: called with the rendered text, and
     may raise, before it is encoded.  Raises DataError if a tokenizer without a tokenizer.json would have to read a
-    control token as text, else what the template raises.
+    control token as text, otherwise whatever the template raises.
     """
     settings = {"add_generation_prompt": add_generation_prompt, **(variables or {})}
     placeholders = Placeholders(tokenizer)
@@ -53,7 +54,7 @@ def chat_tokens(
 
 
 def text_tokens(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a text; control tokens spelled in it are text.  Raises DataError as `chat_tokens`."""
+    """Token ids of a text; control tokens spelled out in it are text.  Raises DataError like `chat_tokens`."""
     placeholders = Placeholders(tokenizer)
     hidden = placeholders.plain(text)
     if not placeholders.spelled:
@@ -62,19 +63,19 @@ def text_tokens(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -
 
 
 class Encoded:
-    """Token ids [S], their start and end in the text, and spans of the rendering in that text."""
+    """Token ids [S], their start and end in the text, and spans of the rendered text in that text."""
 
     def __init__(self, ids: list[int], offsets: list[Span], spans: list[Span]):
         self.ids, self.offsets, self.spans = ids, offsets, spans
 
 
 class Placeholders:
-    """Control tokens spelled in messages, replaced by placeholders until the messages are rendered."""
+    """Control tokens spelled out in messages, replaced by placeholders until the messages are rendered."""
 
     def __init__(self, tokenizer: Any):
         self.controls = _controls_of(tokenizer)
         self.spelled: list[str] = []
-        self._nonce = f"{secrets.randbelow(10**24):024d}"  # digits survive all that templates do with texts
+        self._nonce = f"{secrets.randbelow(10**24):024d}"  # digits survive everything that templates do with texts
         self._back = re.compile(f"{self._nonce}([0-9]{{9}})")
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,12 +114,14 @@ def chat_with_answers(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
 ) -> Encoded:  # fmt: skip
-    """A whole chat by a template that marks what the assistant generates, with these spans; else as `chat_tokens`."""
+    """A whole chat with these spans if the template marks what the assistant generates; otherwise like
+    `chat_tokens`.
+    """
     placeholders = Placeholders(tokenizer)
     hidden = [placeholders.message(message) for message in messages]
     tools = [placeholders.plain(tool) for tool in tools]
     options = ({"tools": tools} if tools else {}) | placeholders.plain(variables, is_own=True)
-    draw: Any = render_jinja_template  # its annotation says that it returns one text
+    draw: Any = render_jinja_template  # its annotation says that it returns a single text
     texts, marks = draw(
         conversations=[hidden], chat_template=tokenizer.chat_template, return_assistant_tokens_mask=True,
         **(tokenizer.special_tokens_map | options),
@@ -151,7 +154,7 @@ class Controls:
         self._normalizer = getattr(self._backend, "normalizer", None)
 
     def undisguised(self, text: str, pattern: re.Pattern[str]) -> str:
-        """The text; normalised, if that spells other control tokens, such as <｜im_end｜> under NFKC."""
+        """The text, normalised if normalisation yields other control tokens, such as <｜im_end｜> under NFKC."""
         normalized = text if self._normalizer is None else self._normalizer.normalize_str(text)
         return text if pattern.findall(normalized) == pattern.findall(text) else normalized
 
@@ -208,7 +211,7 @@ def _renamed(state: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
 
 def _replaced(pattern: re.Pattern[str], by: Any, text: str, spans: Iterable[Span]) -> tuple[str, list[Span]]:
     """The text with each match replaced, and these spans moved accordingly."""
-    parts, ends, longer = [], [0], [0]  # end of each match, and how much longer the new text is up to there
+    parts, ends, longer = [], [0], [0]  # end of each match, and how much longer the new text is up to that point
     for match in pattern.finditer(text):
         new = by(match)
         parts += [text[ends[-1] : match.start()], new]

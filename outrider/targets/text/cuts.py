@@ -1,4 +1,4 @@
-"""Truncates prompts that leave no room for an answer at the front, and reports which.  Imports no torch."""
+"""Truncates prompts that leave no room for an answer (at the front), and reports which ones.  Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,4 +27,4 @@ def sentence(lost: Mapping[str, int]) -> str:
     named = ", ".join(f"{name} (by {count:,} tokens)" for name, count in list(lost.items())[:NAMED])
     more = f" and {len(lost) - NAMED} more" if len(lost) > NAMED else ""
     verb = "prompt was" if len(lost) == 1 else "prompts were"
-    return f"{len(lost)} {verb} cut at the front, since prompt and answer must fit the context: {named}{more}"
+    return f"{len(lost)} {verb} cut at the front, since prompt and answer must fit into the context: {named}{more}"

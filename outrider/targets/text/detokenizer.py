@@ -1,8 +1,8 @@
 """Which part of a text can still be changed by later tokens, from a tokenizer's decoder.
 
 The supported decoder steps turn each token into text independently, except the first of a text (Metaspace, WordPiece,
-Strip), partial characters (ByteLevel) and runs of byte tokens (ByteFallback).  With any other step, a tokenizer written
-in Python, or one that does more than its decoder, a text is only returned as a whole, at its end.
+Strip), partial characters (ByteLevel) and runs of byte tokens (ByteFallback).  With any other step, with a tokenizer
+written in Python, or with one that does more than its decoder, a text is returned only as a whole, at its end.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ and similar."""
 
 
 def detokenizer(tokenizer: Any, vocabulary: int, skip_special_tokens: bool = True) -> Detokenizer:
-    """The incremental decoder of this tokenizer.  vocabulary: number of ids that a model may emit, which can be more
-    than the tokenizer has."""
+    """The incremental decoder of this tokenizer.  vocabulary: number of ids that a model may emit, which can exceed the
+    tokenizer's.
+    """
     decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return _unknown(tokenizer, Detokenizer(decode))

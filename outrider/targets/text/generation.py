@@ -1,8 +1,8 @@
-"""Greedy decoding by a model's generation_config, as in `model.generate(do_sample=False)`.
+"""Greedy decoding that follows a model's generation_config, as in `model.generate(do_sample=False)`.
 
-Keys that `Sampling` supports become its settings, which drafters support too.  If there is any other key, all are
-applied by transformers' own processors, in transformers' order.  A key that requires anything but greedy decoding of
-one text is refused by name; keys about sampling, the cache or an assistant do not change greedy output.
+Keys that `Sampling` supports become its settings, which drafters support too.  If there is any other key, all of them
+are applied by transformers' own processors, in transformers' order.  A key that requires anything but greedy decoding
+of one text is refused by name; keys about sampling, the cache or an assistant do not change greedy output.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ INSTEAD = "remove the key, or pass `sampling=`, which replaces all of generation
 
 def ends_of(model: PreTrainedModel) -> frozenset[int]:
     """The ids at which `model.generate` ends a text: those of its current generation_config.  Raises TargetError for
-    anything else than ids."""
+    anything other than ids.
+    """
     config = model.generation_config
     ends = getattr(model.config, "eos_token_id", None) if config is None else config.eos_token_id
     try:
@@ -69,7 +70,7 @@ def greedy_sampling(
             )
     settings = {key: value for key, value in settings.items() if key not in NEUTRAL or value not in NEUTRAL[key]}
     text = _Text(prompt, max_new_tokens, sorted(ends), vocabulary, str(model.device))
-    if "min_length" in settings:  # counts the prompt, and gives way to min_new_tokens
+    if "min_length" in settings:  # includes the prompt, and is overridden by min_new_tokens
         with _config_errors("min_length", settings["min_length"]):
             settings.setdefault("min_new_tokens", max(0, settings["min_length"] - len(prompt)))
     return _by_processors(model, settings, text) if settings.keys() & NEUTRAL.keys() else _by_settings(settings, text)
@@ -94,11 +95,11 @@ class _Text(NamedTuple):
         ids = list(tokens)
         wrong = [token for token in ids if not 0 <= token < self.vocabulary]
         if wrong:
-            raise ValueError(f"token {wrong[0]} lies outside the vocabulary of {self.vocabulary}")
+            raise ValueError(f"token {wrong[0]} is outside the vocabulary of {self.vocabulary}")
         return ids
 
     def no_ends(self, words: Iterable[list[int]]) -> list[list[int]]:
-        """These bad words without single end tokens, which transformers does not ban."""
+        """These bad words, except single end tokens, which transformers does not ban."""
         return [self.checked(word) for word in words if word not in [[end] for end in self.ends]]
 
 
@@ -142,7 +143,7 @@ TOKENS: Mapping[str, Callable[[Any], Iterable[int]]] = {
 }
 """Keys whose tokens transformers does not check in advance."""
 OF_ENDS = ("min_new_tokens", "exponential_decay_length_penalty")
-"""Keys without effect if the model has no end token."""
+"""Keys that have no effect if the model has no end token."""
 
 
 def _by_processors(model: Any, settings: Mapping[str, Any], text: _Text) -> Sampling:

@@ -40,7 +40,8 @@ def listed(prompts: Any) -> list[Prompt]:
 
 
 def single(prompt: Any) -> Prompt:
-    """One prompt, from any form: an array, a tokenizer's output, or one message too.  Raises DataError for anything
+    """One prompt, from any form, including an array, a tokenizer's output, or a single message.  Raises DataError for
+    anything
     else."""
     plain = _plain(prompt)
     if isinstance(plain, str):
@@ -67,7 +68,7 @@ def ids_of(
     prompt: Any, tokenizer: Any, vocabulary: int, media: Mapping[int, str], thinking: bool | None = None,
     tools: chat.Tools = (),
 ) -> list[int]:  # fmt: skip
-    """As `TransformersTarget.encode`, with its errors.  media: placeholder ids of images, videos or audio."""
+    """Like `TransformersTarget.encode`, with its errors.  media: placeholder ids of images, videos or audio."""
     plain = single(prompt)
     if not plain or isinstance(plain[0], int):
         return _checked(plain, vocabulary, media)  # type: ignore[arg-type]
@@ -108,7 +109,7 @@ def _beginning(tokenizer: Any) -> list[int]:
 
 
 def unembedded(tokenizer: Any, vocabulary: int) -> dict[str, int]:
-    """Tokens without an embedding in a model of this vocabulary, since they were only added to the tokenizer."""
+    """Tokens without an embedding in a model with this vocabulary, since they were only added to the tokenizer."""
     if tokenizer is None or len(tokenizer) <= vocabulary:
         return {}
     return {name: token for name, token in tokenizer.get_vocab().items() if token >= vocabulary}
@@ -136,7 +137,7 @@ def _checked(tokens: list[int], vocabulary: int, media: Mapping[int, str], token
             if tokenizer is not None:
                 raise DataError(_without_row(tokenizer.convert_ids_to_tokens(token), token, vocabulary))
             raise DataError(
-                f"token id {token} lies outside the target's vocabulary of {vocabulary}; use the target's own tokenizer"
+                f"token id {token} is outside the target's vocabulary of {vocabulary}; use the target's own tokenizer"
             )
         if token in media:
             raise DataError(

@@ -1,7 +1,7 @@
 """The text of single tokens, for answers with log probabilities.
 
-`decode` of one token loses the space before a word and the bytes of a partial character.  So tokens are named by the
-bytes they add in the middle of a text.
+`decode` of a single token loses the space before a word and the bytes of a partial character.  So tokens are named by
+the bytes they add in the middle of a text.
 """
 
 from __future__ import annotations

@@ -19,13 +19,13 @@ class Form(NamedTuple):
     open: str
     """Text before a call."""
     close: str
-    """Text after one; "" if calls go on to the end of the answer."""
+    """Text after a call; "" if calls continue to the end of the answer."""
     arguments: str = "arguments"
     """Key of the arguments."""
     others: tuple[str, ...] = ()
     """Further marks within calls."""
     is_bare: bool = False
-    """An answer that begins with a JSON object is a call without a mark."""
+    """Whether an answer that begins with a JSON object is a call without a mark."""
 
     @property
     def marks(self) -> set[str]:
@@ -34,7 +34,7 @@ class Form(NamedTuple):
 
     @property
     def begin(self) -> str:
-        """What an answer that must be a call begins with; a single JSON object follows."""
+        """How an answer that must be a call begins; a single JSON object follows."""
         return "" if self.is_bare else f"{self.open}\n"
 
 
@@ -53,7 +53,7 @@ class ToolCall(NamedTuple):
 
 
 def form_of(template: str) -> Form | None:
-    """The form that a chat template teaches; None for another one."""
+    """The form that a chat template teaches; None for an unknown one."""
     if "[TOOL_CALLS]" in template:
         return MISTRAL
     if "<tool_call>" in template:
@@ -75,7 +75,7 @@ def schema_of(functions: Sequence[Mapping[str, Any]], form: Form | None) -> dict
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema that is part of another one, at `place`: its references to itself are changed."""
+    """A schema embedded in another one at `place`: its references to itself are adjusted."""
     if isinstance(schema, list):
         return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict):
@@ -90,8 +90,9 @@ class CallParser:
     """Splits an answer, as it grows, into content and tool calls.  A call that can't be parsed is content."""
 
     def __init__(self, form: Form | None, names: Collection[str], *, is_forced: bool = False, most: int | None = None):
-        """names: of the functions; a call that no mark precedes must name one.  is_forced: the answer is one JSON
-        object.  most: calls after this many are dropped."""
+        """names: of the functions; a call that no mark precedes must name one.  is_forced: the answer is a single JSON
+        object.  most: calls beyond this number are dropped.
+        """
         self.form, self.names, self.is_forced, self.most = form, names, is_forced, most
         self.count = 0
         """Calls so far."""
@@ -102,10 +103,10 @@ class CallParser:
         self._tried = 0
         """The held text has no call that ends before this position."""
         self._is_first = True
-        """Only white space was read."""
+        """Whether only white space was read so far."""
 
     def push(self, text: str, is_last: bool) -> tuple[str, list[ToolCall]]:
-        """Content and calls that are complete now."""
+        """Content and calls that are now complete."""
         self._held += text
         content, calls = "", list[ToolCall]()
         while self._held:

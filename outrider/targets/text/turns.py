@@ -1,7 +1,7 @@
 """How a chat template ends an assistant's turn, found by rendering one.
 
 A checkpoint may name three different end tokens: in its generation_config, its tokenizer and its template.  If the
-template's is missing from generation_config, where `generate` stops, answers continue with further turns.
+template's is missing from generation_config, which decides where `generate` stops, answers run on into further turns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Closing(NamedTuple):
 
 
 _turns: WeakKeyDictionary[Any, tuple[str, Closing | None]] = WeakKeyDictionary()
-"""By tokenizer: its template, and the closing of that."""
+"""By tokenizer: its template, and how that closes a turn."""
 
 
 def closing_of(tokenizer: Any) -> Closing | None:

@@ -1,10 +1,10 @@
-"""Two vocabularies: the tokens they share, and the translation of a text from one to the other.
+"""Two vocabularies: the tokens they share, and how to translate a text from one to the other.
 
-Tokens are compared by the bytes they add to a text, however a tokenizer writes them: GPT-2's letters for bytes,
-SentencePiece's `▁` and `<0x0A>`, WordPiece's `##`.  Texts are translated by their bytes too, not by `decode`, which may
-clean up spaces, strip the first one, or replace a partial character.
+Tokens are compared by the bytes they add to a text, regardless of how a tokenizer spells them: GPT-2's letters for
+bytes, SentencePiece's `▁` and `<0x0A>`, WordPiece's `##`.  Texts are also translated by their bytes, not with `decode`,
+which may clean up spaces, strip the first one, or replace a partial character.
 
-A mistake here costs drafted tokens but can't change the target's distribution: drawn tokens and q are in the target's
+A mistake here costs drafted tokens but can't change the target's distribution: sampled tokens and q are in the target's
 ids.
 
 V the target's vocabulary, U the other one; K shared tokens.
@@ -28,13 +28,13 @@ from outrider.errors import DrafterError
 from outrider.targets.protocol import Target
 
 ENCODED_AGAIN = 8
-"""Tokens before the end of a text that are encoded again with new text, which may merge with them."""
+"""Number of trailing tokens that are re-encoded together with new text, which may merge with them."""
 TAIL = 48
 """Characters of context that are encoded before a text, so that it is split as in the middle of a text."""
 
 
 class Vocabulary:
-    """The bytes of a tokenizer's ids.  size: rows of its model's output; ids above are ignored.
+    """The bytes of a tokenizer's ids.  size: rows of its model's output; larger ids are ignored.
 
     Raises DrafterError for a tokenizer without character offsets.
     """
@@ -86,7 +86,7 @@ def _within(token: int | None, size: int) -> int | None:
 
 
 def _alphabet(backend: Any) -> Callable[[str], bytes | None]:
-    """A function from a token as the vocabulary writes it to its bytes; None for one in another alphabet."""
+    """A function from a token's spelling in the vocabulary to its bytes; None for a token in another alphabet."""
     kinds = _kinds(backend.decoder) | _kinds(backend.pre_tokenizer)
     if "ByteLevel" in kinds:
         letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
@@ -97,7 +97,7 @@ def _alphabet(backend: Any) -> Callable[[str], bytes | None]:
 
 
 def bytes_of_names(tokenizer: Any) -> Callable[[str], bytes | None] | None:
-    """A function from tokens as the vocabulary writes them to their bytes; None for a slow tokenizer."""
+    """A function from tokens' spelling in the vocabulary to their bytes; None for a slow tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return None if backend is None else _alphabet(backend)
 
@@ -165,7 +165,7 @@ def _shared_ids(drafter: Vocabulary, target: Vocabulary) -> list[tuple[int, int]
 
 
 def _by_bytes(vocabulary: Vocabulary) -> dict[bytes, int]:
-    """Each piece's id; of several, the one that `encode` returns, else the first."""
+    """Each piece's id; if there are several, the one that `encode` returns, otherwise the first."""
     ids: dict[bytes, int] = {}
     for token, piece in enumerate(vocabulary.pieces):
         if piece and (piece not in ids or token in vocabulary.encode(piece.decode(errors="replace")).ids):
@@ -237,7 +237,7 @@ class Transcript:
         return tokens
 
     def _bytes_of(self, token: int) -> bytes:
-        """A special token has the bytes of its name if the reader has one of the same name, else none."""
+        """A special token has the bytes of its name if the reader has one with the same name, otherwise none."""
         piece = self._source.pieces[token]
         return self._specials.get(token, b"") if piece is None else piece
 
@@ -265,8 +265,8 @@ Spans = Sequence[tuple[int, int]]
 def _seam(old: Spans, first: int, new: Spans) -> tuple[int, int] | None:
     """The indices in both encodings of the first token from `first` on that begins at the same offset in both.
 
-    The new encoding's first token does not count, since it is split as at the start of a text; nor does one that begins
-    inside a character.
+    The new encoding's first token does not count, since it is split as at the start of a text; nor does a token that
+    begins inside a character.
     """
     if first == 0:
         return 0, 0
@@ -294,7 +294,7 @@ def continuation(target: Vocabulary, before: str, prefix: bytes, added: bytes) -
 
 
 def _ending(target: Vocabulary, ids: list[int], expected: bytes) -> list[int]:
-    """The last of these ids, as many as have exactly the expected bytes; empty if none do."""
+    """As many trailing ids as have exactly the expected bytes; empty if there are none."""
     for n in range(len(ids) - 1, -1, -1):
         piece = target.pieces[ids[n]] if ids[n] < target.size else None
         if piece is None or not expected.endswith(piece):

@@ -30,7 +30,7 @@ from outrider.targets.protocol import Target
 from outrider.training.fitting.scaling import BINS, Outcomes, Scaling, scaling
 
 MIN_DRAFTS = 20 * BINS
-"""Minimum number of drafts per slot; with fewer its temperature would be noise."""
+"""Minimum number of drafts per slot; with fewer, the fitted temperature would be noise."""
 
 
 class _Noting(SamplingJudge):
@@ -53,7 +53,7 @@ def watch(
     """Continue every prompt; record each confidence and whether its token was accepted.
 
     on_prompt is called with the number of finished prompts.  In a draft that ends a text, slots up to the end count and
-    later ones do not: if such drafts were dropped, tokens that end a text would count only when rejected.
+    later ones do not: if such drafts were dropped, end tokens would be counted only when rejected.
     """
     longest = max(map(len, prompts), default=0)
     if longest + max_new_tokens > target.spec.context:
@@ -167,7 +167,7 @@ def _write(
     try:
         checkpoint.amend(out, weights, facts)
     except BaseException:
-        shutil.rmtree(out, ignore_errors=True)  # it would look calibrated
+        shutil.rmtree(out, ignore_errors=True)  # an empty one would look calibrated
         raise
 
 

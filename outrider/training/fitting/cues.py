@@ -91,7 +91,7 @@ def ranked(traces: Iterable[Trace], words: Sequence[str] | None = None, min_coun
                 counts[word] += 1
                 pooled[word] += after
     if not every:
-        raise DataError("no answer holds a token, so there is nothing to rank cue words by; give other prompts")
+        raise DataError("no answer contains a token, so cue words can't be ranked; give other prompts")
     cues = [_cue(word, counts[word], margins, every) for word, margins in pooled.items() if margins]
     cues.sort(key=lambda cue: (-cue.mean, cue.word))
     selected = tuple(cue.word for cue in cues if cue.difference > 0 and cue.count >= min_count)
@@ -127,7 +127,8 @@ def calibrate(
     """Let the target answer prompts greedily, read the answers with the small model, and rank cue words.
 
     small_model: a target with the same vocabulary, such as a `small_model` drafter's `model`.  say is called with the
-    number of answers read.  Raises ConfigError for a target without a tokenizer, DataError if no answer holds a token.
+    number of answers read.  Raises ConfigError for a target without a tokenizer, DataError if no answer contains a
+    token.
     """
     decode, traces = decode_of(target, "relay"), list[Trace]()
     answers = generate(target, [list(prompt) for prompt in prompts], max_new_tokens=max_new_tokens, slots=slots)

@@ -1,4 +1,4 @@
-"""Scale confidences so that they are probabilities: of drafts with confidence 0.8, four of five are accepted.
+"""Scale confidences so that they are probabilities: of the drafts with confidence 0.8, four in five are accepted.
 
 Sequential temperature scaling (DSpark, arXiv 2607.05147): slot by slot, with earlier slots fixed, choose the
 temperature that minimises the expected calibration error of the product of confidences up to the slot.  The ranking

@@ -1,4 +1,4 @@
-"""Search for the sublayers that `layer_skip` skips, on the user's prompts before decoding; the result is saved.
+"""Search for the sublayers that `layer_skip` should skip, on the user's prompts before decoding; the result is saved.
 
 Differs from SWIFT (arXiv 2410.06916): it maximises the expected speed-up computed from measured seconds, not just the
 agreement, and its surrogate is a Bayesian linear regression instead of a Gaussian process.
@@ -46,7 +46,9 @@ class Found:
     passes: float
     """Drafting passes per step, including the one whose token falls below `min_confidence`."""
     plain_s: float
-    """Seconds of a plain step; below, of one drafting pass, and of a step that verifies drafts of this length."""
+    """Seconds of a plain step; the next two are those of one drafting pass, and of a step that verifies drafts of this
+    length.
+    """
     draft_s: float
     verify_s: float
     drafts: int
@@ -108,7 +110,7 @@ class _Texts:
         answers = generate(target, [list(prompt) for prompt in prompts], max_new_tokens=tokens, slots=len(prompts))
         texts = [(p, one.tokens) for p, one in zip(prompts, answers, strict=True) if len(one.tokens) >= length]
         if not texts:
-            raise DataError(f"no text is {length} tokens long or longer; give other prompts, or a lower length")
+            raise DataError(f"no text has at least {length} tokens; give other prompts, or a lower length")
         self.target, self.device, self.length = target, target.device, length
         self.starts = [len(prompt) - 1 for prompt, _ in texts]
         self.drafts = [len(new) // length for _, new in texts]
@@ -128,7 +130,7 @@ class _Texts:
         """Draft every `length` tokens.  Returns how many leading tokens of each draft match the text, [drafts], and the
         probability of the most likely token after each token of the text, [drafts, length].
 
-        Runs from the last draft to the first, since a draft never reads cache entries written at later positions.
+        Goes from the last draft to the first, since a draft never reads cache entries at later positions.
         """
         count = len(self.texts)
         for text in range(count):  # the previous set of sublayers overwrote the target's keys

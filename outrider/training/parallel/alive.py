@@ -1,6 +1,6 @@
-"""Which of several processes are still alive: each writes heartbeats, from a thread, to the launcher's store.
+"""Which processes are still alive: each writes heartbeats, from a thread, to the launcher's store.
 
-When a process dies, the others see only a broken connection, which does not say whose it was; the heartbeats do.
+When a process dies, the others see only a broken connection, which does not say which process died; the heartbeats do.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ BEAT_S = 0.5
 STILL_S = 3.0
 """After a broken connection, a process without a heartbeat for this long is considered dead."""
 LOST_S = 120.0
-"""A process without a heartbeat for this long is dead even if no connection broke, such as when its machine is gone;
-all others then end."""
+"""A process without a heartbeat for this long is dead even if no connection broke, for example because its machine is
+gone; all others then exit.
+"""
 
 
 class Watch:
@@ -41,14 +42,14 @@ class Watch:
         self._thread.join(2 * BEAT_S)
 
     def claim(self) -> bool:
-        """Whether this process is the first to report why all end; the others end silently."""
+        """Whether this process is the first to report why all exit; the others exit silently."""
         try:
             return bool(self._store.add("said", 1) == 1)
         except RuntimeError:  # the store died with its process
             return True
 
     def wait_for_lost(self) -> list[int]:
-        """Wait a few seconds for dead processes; empty if all are alive, or one has reported why it ends."""
+        """Wait a few seconds for dead processes to show; empty if all are alive, or one has reported why it exits."""
         until = time.monotonic() + 3 * STILL_S
         while time.monotonic() < until:
             if lost := self.lost(STILL_S):
@@ -68,7 +69,7 @@ class Watch:
         which = f"process {lost[0]}" if len(lost) == 1 else f"processes {', '.join(map(str, lost))}"
         return (
             f"{which} of {self.count} died (killed, out of memory, or its machine is gone), so all stop; the last "
-            "checkpoint is intact: start again, with any number of processes"
+            "checkpoint is intact: restart with any number of processes"
         )
 
     def _has_spoken(self) -> bool:

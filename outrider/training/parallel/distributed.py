@@ -1,8 +1,8 @@
 """Several processes that train one model: their ranks, their communication, and which one writes.
 
 A `Group` communicates over torch's process group, gloo on CPUs and NCCL on CUDA devices, between processes started by
-torchrun or `accelerate launch`.  All take every step together and make the same decisions: local results are gathered
-before anything depends on them.  The first process writes.
+torchrun or `accelerate launch`.  All of them take every step together and make the same decisions: local results are
+gathered before anything depends on them.  Only the first process writes files.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Group:
         return lambda: self._is_asked
 
     def _exchanged(self, payload: bytes) -> list[bytes]:
-        """Every process's bytes, by rank; in one call if none has more than `SMALL_BYTES`."""
+        """Every process's bytes, by rank; takes a single call if none has more than `SMALL_BYTES`."""
         size = SMALL_BYTES
         while True:
             sent = torch.zeros(HEADER_BYTES + size, dtype=torch.uint8)
@@ -129,7 +129,7 @@ def device_of(device: str | None) -> str | None:
 def joined() -> Iterator[Processes]:
     """The processes that a launcher started, or `ALONE`.
 
-    If one of them fails or dies, all end.  One raises an error that says which and why; the others end silently, by
+    If one of them fails or dies, all exit.  One raises an error that says which and why; the others exit silently, by
     SystemExit.
     """
     place = launched()
@@ -143,7 +143,7 @@ def joined() -> Iterator[Processes]:
         is_gloo = distributed.get_backend() == "gloo"
         group = Group(rank, count, None if is_gloo else distributed.new_group(backend="gloo", timeout=PATIENCE))
         yield group
-        group.gather(None)  # no process leaves while another still works
+        group.gather(None)  # no process leaves while another is still working
     except BaseException as error:
         _end(watch, error)
         raise
@@ -157,8 +157,8 @@ def _store() -> Any:
         store, _, _ = next(distributed.rendezvous("env://", timeout=PATIENCE))
     except ValueError as error:
         raise ConfigError(
-            f"WORLD_SIZE says {os.environ['WORLD_SIZE']} processes, but {first_line(error)}; start them by torchrun or "
-            "accelerate launch, or unset WORLD_SIZE"
+            f"WORLD_SIZE says {os.environ['WORLD_SIZE']} processes, but {first_line(error)}; start them with torchrun "
+            "or accelerate launch, or unset WORLD_SIZE"
         ) from error
     return store
 
@@ -169,14 +169,15 @@ def _start(store: Any, rank: int, count: int) -> None:
     backend = "nccl" if 0 < here <= torch.cuda.device_count() and distributed.is_nccl_available() else "gloo"
     if backend == "nccl":
         torch.cuda.set_device(number)
-    elif "OMP_NUM_THREADS" not in os.environ:  # or every process would use all cores
+    elif "OMP_NUM_THREADS" not in os.environ:  # otherwise every process would use all cores
         torch.set_num_threads(max(1, torch.get_num_threads() // here))
     distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)
 
 
 def _end(watch: Watch, error: BaseException) -> None:
-    """End this process after an error: raises one that names the dead process, or SystemExit if another process has
-    reported it."""
+    """Exit this process after an error: raises an error that names the dead process, or SystemExit if another process
+    has reported it.
+    """
     lost: list[int] = []
     with suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends it as soon as one has died

@@ -43,13 +43,13 @@ class Replicas:
     def reduce(self, model: nn.Module, value: T) -> list[T]:
         weights = list(model.parameters())
         gathered = self._gather(([weight.grad is not None for weight in weights], value))
-        # a weight may have a gradient in another process only
+        # a weight may have a gradient only in another process
         there = [any(column) for column in zip(*(flags for flags, _ in gathered), strict=True)]
         for bucket in _buckets([weight for weight, is_there in zip(weights, there, strict=True) if is_there]):
             flat = torch.cat([_gradient(weight).flatten() for weight in bucket])
             distributed.all_reduce(flat, group=self._group)
             for weight, part in zip(bucket, flat.split([weight.numel() for weight in bucket]), strict=True):
-                weight.grad = part.view_as(weight)  # a copy would read and write all gradients once more
+                weight.grad = part.view_as(weight)  # a copy would read and write all gradients again
         return [theirs for _, theirs in gathered]
 
     @contextmanager

@@ -1,7 +1,7 @@
 """A part of every weight, gradient and moment in each process: torch's FSDP2.  Imported only if configured.
 
 Each layer is a unit that is gathered only for its own passes; everything outside the layers is one more unit, gathered
-for the whole batch.  The target's embedding and head are not part of the model, and stay whole.
+for the whole batch.  The target's embedding and head are not part of the model and are not sharded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Shards:
     """A part of the model in each process; gradients are reduce-scattered during the backward pass."""
 
     plain: DraftModel
-    """A copy of the model with empty weights, to hold the whole ones temporarily."""
+    """A copy of the model with empty weights, to hold the unsharded ones temporarily."""
 
     def __init__(self, gather: Gather):
         self._gather = gather

@@ -36,13 +36,13 @@ def keep(folder: Path, step: int, most: int) -> None:
 
 
 def chosen(folder: Path) -> Path:
-    """The checkpoint of a run to use: the best one if it belongs to this training, else the newest."""
+    """The checkpoint of a run to use: the best one if it belongs to this training run, otherwise the newest."""
     best, newest = folder / FOLDER / BEST, folder / "checkpoint"
     if not all(map(checkpoint.is_there, (best, newest))):
         return newest
     theirs, mine = (checkpoint.manifest_of(place)["training"] for place in (best, newest))
     is_same = _learnt_by(theirs) == _learnt_by(mine) and theirs["step"] <= mine["step"]
-    return best if is_same else newest  # the best is left from an earlier training in this folder
+    return best if is_same else newest  # the best checkpoint is left over from an earlier training run in this folder
 
 
 def _learnt_by(training: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +51,9 @@ def _learnt_by(training: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tokens_per_step(row: Mapping[str, Any]) -> float | None:
-    """Tokens per step of a probe: expected over thousands of held-out positions, or else decoded on a few prompts."""
+    """Tokens per step of a probe: expected over thousands of held-out positions if possible, otherwise decoded on a few
+    prompts.
+    """
     held_out = row.get("held_out")
     if held_out and held_out["agreement"]:
         shares = held_out["agreement"]
@@ -70,7 +72,7 @@ class Probes:
         self.processes = processes
 
     def is_due(self, step: int) -> bool:
-        """Whether the model is measured after this step; its checkpoint is then written first."""
+        """Whether the model is measured after this step; if so, its checkpoint is written first."""
         every = self.config.probe_every
         return self.probe is not None and every > 0 and step > 0 and step % every == 0
 

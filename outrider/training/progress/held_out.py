@@ -1,6 +1,6 @@
 """Acceptance on answers that a draft model was not trained on, as a reference for serving.
 
-A draft model is far better on its training answers than on new ones, so acceptance there is too optimistic.
+A draft model is far better on its training answers than on new ones, so acceptance on them is too optimistic.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def acceptance(
     """
     siblings = torch.tensor([*getattr(model.config, "siblings", ()), 0])
     state = torch.get_rng_state()
-    torch.manual_seed(seed)  # for drawing rows; the random state of the training is restored below
+    torch.manual_seed(seed)  # for sampling rows; the training run's random state is restored below
     rows_by_depth: list[tuple[torch.Tensor, ...]] = []
     figures: dict[str, list[torch.Tensor]] = {}
     weighed = torch.zeros(2, dtype=torch.float64)

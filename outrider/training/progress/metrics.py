@@ -29,7 +29,10 @@ class Metrics:
         damaged = [number for number, row in enumerate(rows, 1) if row is None]
         if damaged and damaged != [len(lines)]:  # a crash leaves a truncated last line
             log.warning(
-                "%s, line %d can't be read, and %d in all; they are left out", self.path, damaged[0], len(damaged)
+                "%s, line %d can't be read (%d such lines in all); they are left out",
+                self.path,
+                damaged[0],
+                len(damaged),
             )
         # steps after the checkpoint will be trained and written again
         valid = [(line, row) for line, row in zip(lines, rows, strict=True) if row is not None and row["step"] <= step]
@@ -54,7 +57,7 @@ class Metrics:
             self.file.close()
         except OSError as error:
             if kind is None:
-                lacks = f"{self.path} lacks its last lines, since the disk is full"
+                lacks = f"{self.path} lacks its last lines because the disk is full"
                 raise TrainingError(
                     f"{lacks}; the checkpoint is intact: free some space before the next run"
                 ) from error
@@ -67,7 +70,9 @@ class Metrics:
             self.file.flush()
         except OSError as error:
             if not self.has_warned:
-                log.warning("can't write %s (%s); make room, its lines are written then", self.path, error.strerror)
+                log.warning(
+                    "can't write %s (%s); free some space, its lines will be written then", self.path, error.strerror
+                )
             self.has_warned = True
         self.trackers.log(values)
 

@@ -21,9 +21,9 @@ from outrider.training.step import Joined, rate
 
 log = logging.getLogger(__name__)
 RESUMED = ("step", "seconds", "tokens", "overlap", "ngram_hashes", "joined", "skipped", "restored", "losses", "changed")
-"""Facts of a training that are carried over on resume."""
+"""Facts about a training run that are carried over on resume."""
 FIXED = ("drafter.kind", "train.optimizer")
-"""Settings that not even `--force` can change: the weights or moments of one value are useless for another."""
+"""Settings that not even `--force` can change: weights or moments trained with one value are useless for another."""
 
 
 class Change(NamedTuple):
@@ -59,7 +59,7 @@ def resume(place: Path, model: DraftModel, settings: Mapping[str, Any], force: b
     if step < settings["steps"] and not checkpoint.has_state(place):
         lacks = f"was stopped at step {step} and lacks {checkpoint.TRAINING}"
         raise CheckpointError(
-            f"{place} {lacks}, without which it can't go on; put the file back, or give the run another name"
+            f"{place} {lacks}, without which it can't resume; put the file back, or give the run another name"
         )
     before = {"ngram_hashes": [None]} | manifest["training"]
     if settings["steps"] != trained["steps"] and step < settings["steps"]:
@@ -104,7 +104,7 @@ def _changes(
         "drafter": model.config.model_dump(mode="json"),
         "train": {key: settings[key] for key in settings.keys() - FREE},
     }
-    if kind != defaults["kind"]:  # all settings differ between kinds, so list only the kind
+    if kind != defaults["kind"]:  # all settings differ between kinds, so only the kind is listed
         mine["drafter"] = {"kind": defaults["kind"]}
     both = ((f"{part}.{key}", theirs[part].get(key), now) for part in mine for key, now in mine[part].items())
     return sorted(Change(*each) for each in both if each[1] != each[2])
@@ -118,14 +118,14 @@ def _trained(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def _refusal(place: Path, changed: list[Change]) -> str:
     ways = "set them back, or give the run another name"
     if fixed := [change.key for change in changed if change.key in FIXED]:
-        ways += f" ({', '.join(fixed)} can't change within a training)"
+        ways += f" ({', '.join(fixed)} can't change within a training run)"
     else:
-        ways = "set them back, give the run another name, or go on with the new ones by --force"
+        ways = "set them back, give the run another name, or continue with the new ones using --force"
     return f"{place} was trained with other settings: {'; '.join(map(str, changed))}; {ways}"
 
 
 def _check_files(place: Path) -> None:
-    """Raises CheckpointError for damaged files, with a hint which earlier checkpoint can be resumed from."""
+    """Raises CheckpointError for damaged files, with a hint about which earlier checkpoint to resume from."""
     try:
         checkpoint.check_files(place)
     except CheckpointError as error:
@@ -151,15 +151,16 @@ def _load(place: Path, model: DraftModel, changed: list[Change]) -> None:
 
 def _note(facts: dict[str, Any], changed: list[Change], step: int) -> None:
     """Record that training continues with other settings from this step."""
-    log.warning("goes on from step %d with other settings: %s", step, "; ".join(map(str, changed)))
+    log.warning("resumes from step %d with other settings: %s", step, "; ".join(map(str, changed)))
     values = {change.key: [change.before, change.now] for change in changed}
     facts["changed"] = [*facts.get("changed", ()), {"step": step, "settings": values}]
     facts.pop("losses", None)  # the loss may have changed
 
 
 def joining(config: Config, folder: str | Path) -> str:
-    """A message on how the learning rate continues if the existing training had a different number of steps, else
-    empty."""
+    """A message on how the learning rate continues if the existing training run had a different number of steps,
+    otherwise empty.
+    """
     place = Path(folder) / "checkpoint"
     facts = checkpoint.manifest_of(place)["training"] if checkpoint.is_there(place) else {}
     before, step = (facts.get("config") or {}).get("steps"), facts.get("step", 0)

@@ -68,10 +68,10 @@ class Pace:
     def facts(self, tokens: int, step_tokens: int, flops: int) -> dict[str, float]:
         """`tokens_per_s` since the last call, and `mfu`.
 
-        No `mfu` above 1: the speed of this machine was then measured while it was busy.
+        Omits an `mfu` above 1: this machine's speed was then measured while it was busy.
 
-        tokens: read so far; step_tokens: of the logged step; both over all processes.  flops: of that step in this
-        process, on its own device.
+        tokens: number read so far; step_tokens: number in the logged step; both over all processes.  flops: of that
+        step in this process, on its own device.
         """
         now, (began, before) = time.monotonic(), self._before
         self._before = now, tokens

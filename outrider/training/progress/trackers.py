@@ -73,7 +73,7 @@ def _made(name: str, folder: Path, step: int) -> Tracker:
 
 
 class Trackers:
-    """Sends metrics to trackers.  A tracker that fails is dropped: it must not stop the training."""
+    """Sends metrics to trackers.  A tracker that fails is dropped: it must not stop training."""
 
     def __init__(self, trackers: Sequence[Tracker], settings: Mapping[str, Any]):
         self.running = list(trackers)
@@ -94,7 +94,7 @@ class Trackers:
             try:
                 act(tracker)
             except Exception as error:  # any library may fail, over any network
-                log.warning("tracker %s failed (%s) and is left out; metrics.jsonl has all rows", tracker.name, error)
+                log.warning("tracker %s failed (%s) and is dropped; metrics.jsonl has all rows", tracker.name, error)
                 self.running.remove(tracker)
 
 
@@ -107,7 +107,7 @@ def _is_setting(value: Any) -> bool:
 
 
 def _flat(key: str, value: Any, is_kept: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
-    """Leaves by path, such as train/acceptance/0."""
+    """The leaves of a nested mapping by path, such as train/acceptance/0."""
     if isinstance(value, Mapping):
         for name, one in value.items():
             yield from _flat(f"{key}/{name}", one, is_kept)

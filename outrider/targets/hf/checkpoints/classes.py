@@ -51,7 +51,7 @@ def text_model(config: Any, name: str) -> Any:
 
 
 class TextPart(nn.Module):
-    """The language model of one that reads images, and its output layer unless tied to the embedding."""
+    """The language model of a model that reads images, and its output layer unless it is tied to the embedding."""
 
     def __init__(self, config: Any):
         super().__init__()

@@ -1,1 +1,3 @@
-"""That a family of models decodes here as it should: a self-test on a miniature, and its verdict on disk."""
+"""Proves that a family of models decodes correctly here: a self-test on a miniature, with its verdict stored on
+disk.
+"""

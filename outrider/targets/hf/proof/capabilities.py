@@ -1,7 +1,7 @@
 """What a family of models can do: tested once on a small model of the same config and stored on disk.
 
 The result depends on class, config, attention, dtype, versions and our own code, but not on the weights.  It is stored
-in `$OUTRIDER_CACHE/selftest` under a hash of these.  The model itself only has to agree on two passes.
+in `$OUTRIDER_CACHE/selftest` under a hash of these.  The model itself only has to agree in two passes.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Capabilities:
     masks: Masks
     """Which masks the family takes."""
     selftest: SelfTest | None
-    """Of the miniature; None if the family is refused."""
+    """Self-test of the miniature; None if the family is refused."""
     one_by_one: bool = False
-    """Whether rows of different lengths must pass one by one."""
+    """Whether rows of different lengths must be run one by one."""
     past: str | None = None
     """Name of the argument that takes the family's own kind of cache, if it needs one."""
     refused: str | None = None
@@ -51,7 +51,8 @@ class Capabilities:
 
 
 def capabilities_of(model: PreTrainedModel, untested: Callable[[PreTrainedModel], Any]) -> Capabilities | None:
-    """The stored capabilities of models like this one, else those of its miniature; None if none can be built.
+    """The stored capabilities of models like this one, otherwise those of its miniature; None if no miniature can be
+    built.
 
     untested: makes a target of a model without testing it.  Raises TargetError if the family is refused.
     """
@@ -144,7 +145,7 @@ def _save(path: Path, capabilities: Capabilities) -> None:
 
 
 def selftest_of(target: Any, capabilities: Capabilities | None, text: list[int], logits: Tensor) -> SelfTest:
-    """The miniature's self-test if the target agrees with it on a text and its logits; else the target's own."""
+    """The miniature's self-test if the target agrees with it on a text and its logits; otherwise the target's own."""
     result = None
     if capabilities is not None and capabilities.selftest is not None:
         result = selftest.agreed(target, capabilities.selftest, text, logits)
@@ -154,7 +155,8 @@ def selftest_of(target: Any, capabilities: Capabilities | None, text: list[int],
     log.info("self-test of %s: %s%s", target.spec.name, result.mode, reason)
     if target.family.past is not None:
         log.warning(
-            "%s has its own kind of cache, which is copied for every pass, and rows pass one by one: exact, but slow",
+            "%s has its own kind of cache, which is copied for every pass, and rows are run one by one: exact, but "
+            "slow",
             target.spec.name,
         )
     return result

@@ -1,7 +1,7 @@
 """A miniature of a model: all settings and kinds of layers of its config, but with small sizes and limits.
 
 How a family handles masks, positions and caches does not depend on its width.  So the self-test uses a miniature of a
-few narrow layers in float64, where the model itself would take minutes.  Its windows, chunks and context of pretraining
+few narrow layers in float64, where the model itself would take minutes.  Its windows, chunks and pretraining context
 are so short that a text of a few tokens crosses them.
 """
 
@@ -22,7 +22,7 @@ VOCABULARY = 128
 LIMIT = 16
 """Tokens of a window or a chunk."""
 FIRST_CONTEXT = 48
-"""Tokens of the context of pretraining, where the rotary factors change: more than the test of a window needs."""
+"""Length of the pretraining context, where the rotary factors change: more than the test of a window needs."""
 LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers", "encoder_layers",
     "num_encoder_layers", "num_blocks", "depth",
@@ -31,7 +31,7 @@ NUMBERS = (
     "moe_layers", "only_layers", "source_layers", "cross_attention_layers", "scaling_layers", "_ids", "_idxs",
     "_indexes",
 )  # fmt: skip
-"""Endings of lists of layer numbers."""
+"""Suffixes of config keys that list layer numbers."""
 HEADS = (
     ("num_attention_heads", "num_key_value_heads"), ("n_head", "n_head_kv"), ("n_heads", "n_kv_heads"),
     ("num_heads", "num_kv_heads"), ("decoder_attention_heads", ""), ("encoder_attention_heads", ""),
@@ -45,7 +45,7 @@ WIDTHS = (
     "adapter_input_size",
 )  # fmt: skip
 STATES = (("mamba_n_heads", "mamba_d_head", "mamba_expand"), ("num_heads", "head_dim", "expand"))
-"""Heads of a recurrent state, their size, and their total width over the hidden size."""
+"""Heads of a recurrent state, their size, and the ratio of their total width to the hidden size."""
 SMALL = {
     "intermediate_size": 96, "n_inner": 96, "ffn_dim": 96, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "d_inner": 96,
     "d_ff": 96, "ffn_hidden_size": 96, "moe_intermediate_size": 32, "feed_forward_size": 96,
@@ -97,7 +97,7 @@ def _built(model: PreTrainedModel, dtype: torch.dtype, narrow: bool) -> PreTrain
 
 
 def enlivened(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with larger random weights, so that its input changes its output, and without end tokens."""
+    """The model with larger random weights, so that its output depends on its input, and without end tokens."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 2 and "embed" not in name and "A_log" not in name:
@@ -125,7 +125,7 @@ def arguments(config: PreTrainedConfig, narrow: bool, is_text: bool = True) -> d
 
 
 def _small(sizes: Mapping[str, Any], narrow: bool, is_text: bool) -> dict[str, Any]:
-    """The same values, small."""
+    """The same values, scaled down."""
     fields = {key: copy.deepcopy(value) for key, value in sizes.items() if not key.startswith("_")}
     _fewer_layers(fields)
     _narrower(fields, narrow and is_text)
@@ -144,7 +144,7 @@ def _at_most(value: Any, most: int) -> Any:
 
 
 def _fewer_layers(fields: dict[str, Any]) -> None:
-    """As few as have one of every kind, at least two; lists by layer are shortened."""
+    """As few layers as cover every kind, but at least two; lists by layer are shortened."""
     for key in LAYERS:
         count = fields.get(key)
         if not isinstance(count, int):
@@ -160,7 +160,7 @@ def _fewer_layers(fields: dict[str, Any]) -> None:
         beginnings = [_until_all_found(value) for name, value in lists.items() if not name.endswith(NUMBERS)]
         fewest = max([2, *beginnings, *periods, 1 + dense])
         fields[key] = min(count, 2 * fewest if shared else fewest)
-        if shared:  # these read the keys of earlier layers, one of every kind
+        if shared:  # these read the keys of earlier layers, one of each kind
             fields["num_kv_shared_layers"] = min(shared, fewest)
         for name, value in fields.items():
             if name.endswith(NUMBERS) and isinstance(value, list | tuple):
@@ -204,7 +204,7 @@ def _narrower(fields: dict[str, Any], narrow: bool) -> None:
 
 
 def _shorter_rotary(fields: dict[str, Any], rotary: Any) -> None:
-    """A short context of pretraining, if the factors change at its end."""
+    """A short pretraining context, if the factors change at its end."""
     if isinstance(rotary, dict):
         if "dynamic" in str(rotary.get("rope_type")) and isinstance(fields.get("max_position_embeddings"), int):
             fields["max_position_embeddings"] = FIRST_CONTEXT

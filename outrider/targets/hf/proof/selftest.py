@@ -1,10 +1,10 @@
 """Tests what a model can do, on random tokens, by comparing with passes without a cache.
 
-First: are the logits of a text reproducible, and independent of the tokens after it?  The difference between passes of
-other lengths and numbers of rows is the allowed rounding.  Then, in order: single steps, `generate`'s own text across
-every limit, a chain verified in one pass, continuing after a cut, a tree, continuing after one of its paths; with slots
-of unequal and of equal length.  The first failure determines the mode; a model whose single steps or texts fail is
-refused.
+First: are the logits of a text reproducible, and independent of the tokens after it?  The difference between passes
+with other lengths and numbers of rows is the allowed rounding.  Then, in order: single steps, `generate`'s own text
+across every limit, a chain verified in one pass, continuing after a truncation, a tree, continuing after one of its
+paths; with slots of unequal and of equal length.  The first failure determines the mode; a model whose single steps or
+texts fail is refused.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ PATH = (0, 1, 4)
 CHECKS: tuple[tuple[str, Mode | None], ...] = (
     ("steps", None), ("text", "off"), ("chain", "off"), ("cut", "chain"), ("tree", "chain"), ("path", "tree"),
 )  # fmt: skip
-"""The checks in order, and the mode of a model that has passed each; None is refused."""
+"""The checks in order, each with the mode of a model that has passed it; None means refused."""
 WRITTEN = 24
-"""Tokens of `generate` that are compared: more than a window of the miniature, so that the prompt leaves it."""
+"""Number of tokens of `generate` that are compared: more than a window of the miniature, so that the prompt leaves the
+window.
+"""
 
 
 class WrongText(TargetError):
@@ -48,7 +50,8 @@ class SelfTest:
     errors: dict[str, float]
     """Largest difference of a logit, by check."""
     allowed: float
-    """Five times the difference between passes without a cache of other lengths and numbers of rows, but at least 16
+    """Five times the difference between passes without a cache that have other lengths and numbers of rows, but at
+    least 16
     rounding units of the dtype and 64 of float32."""
 
 
@@ -77,14 +80,15 @@ def selftest(target: Any) -> SelfTest:
         cache = "our" if target.family.past is None else "its own"
         reason = f"single steps with {cache} cache differ from a pass without one ({failed})"
         if failed is not None and failed.startswith("text"):
-            reason = f"its own `generate` produces another text than passes without a cache ({failed})"
+            reason = f"its own `generate` produces a different text from passes without a cache ({failed})"
         raise WrongText(refusal(target.model, reason))
     return SelfTest(reached, failed, errors, trial.allowed)
 
 
 @torch.inference_mode()
 def agreed(target: Any, reference: SelfTest, text: list[int], whole: Tensor) -> SelfTest | None:
-    """The self-test of a model of the same config, with this one's rounding; None if this one does not agree with it.
+    """The self-test of a model with the same config, with this model's rounding; None if this model does not agree with
+    it.
 
     text: a short one; whole [S, V]: the logits of a pass over it without a cache.  Takes two more passes: the first
     half of the text, and then the rest of it as a draft.
@@ -98,7 +102,7 @@ def agreed(target: Any, reference: SelfTest, text: list[int], whole: Tensor) -> 
         logits = target.verify(cache, [0], rest[:, 0], draft).logits[0]
     except BROKEN:
         return None
-    # the first half had nothing before it: the rounding between passes of different lengths
+    # the first half has nothing before it, so it shows the rounding between passes of different lengths
     floor = _max_difference(last, whole[half - 1])
     minimum = rounding(target, whole)
     allowed = max(5 * min(floor, minimum), minimum)
@@ -127,7 +131,7 @@ def refusal(model: Any, reason: str) -> str:
 
 @contextmanager
 def refusing(model: Any) -> Iterator[None]:
-    """Turn an exception of a family that needs to be called differently into a TargetError."""
+    """Turn the exception of a family that needs to be called differently into a TargetError."""
     try:
         yield
     except BROKEN as error:
@@ -136,7 +140,7 @@ def refusing(model: Any) -> Iterator[None]:
 
 def rounding(target: Any, logits: Tensor) -> float:
     """16 rounding units of the largest logit, at least 64 of float32."""
-    # families compute softmax, routers and states in float32 in any dtype, some without scaling their scores
+    # families compute softmax, routers and states in float32 whatever the dtype, some without scaling their scores
     unit = max(16 * torch.finfo(target.model.dtype).eps, 64 * torch.finfo(torch.float32).eps)
     return unit * float(logits.abs().max())
 
@@ -158,7 +162,7 @@ def plain_words(target: Any, rows: int, count: int) -> list[list[int]]:
 
 
 class _Trial:
-    """Two slots with random text, and the model's logits of any text without a cache."""
+    """Two slots with random text, and the model's logits for any text without a cache."""
 
     def __init__(self, target: Any):
         self.target = target
@@ -190,8 +194,9 @@ class _Trial:
         return logits
 
     def _allowed(self) -> float:
-        """How much logits may differ.  Raises TargetError if the same text has other logits for reasons other than
-        rounding."""
+        """How much logits may differ.  Raises TargetError if the same text has different logits for reasons other than
+        rounding.
+        """
         texts = [text[: self.length + 4] for text in self.texts]
         with refusing(self.target.model):
             whole, again = self.whole(texts[0])[0], self.whole(texts[0])[0]
@@ -199,7 +204,9 @@ class _Trial:
         minimum = rounding(self.target, whole)
         most = min(16 * minimum, float(whole.abs().max()) / 4)
         if not _max_difference(whole, again) <= most:
-            raise TargetError(refusal(self.target.model, "it is random: the same text has other logits in every pass"))
+            raise TargetError(
+                refusal(self.target.model, "it is random: the same text has different logits in every pass")
+            )
         floor = max(_max_difference(part, whole[: len(part)]) for part in shorter)
         if not floor <= most:
             raise TargetError(
@@ -334,10 +341,12 @@ def _limits(target: Any) -> list[int]:
 
 
 def _length(target: Any) -> int:
-    """A text length past the window, or just before a chunk's end, if these are near; always within the context."""
+    """A text length past the window, or just before a chunk's end, if these are close; always within the context."""
     sizes = _limits(target)
     length = max([24, *(size + 12 for size in sizes)])
-    if target.family.rotary is not None:  # beyond it, a pass without a cache uses the last token's factors for all
+    if (
+        target.family.rotary is not None
+    ):  # beyond it, a pass without a cache uses the last token's factors for all tokens
         return max(2, min(length, target.family.rotary.original - 9))
     for limit in target.family.limits.values():
         if limit is not None and limit.kind == "chunk" and limit.size in sizes:
@@ -346,8 +355,8 @@ def _length(target: Any) -> int:
 
 
 def _around(target: Any, most: int) -> list[int]:
-    """Lengths, `most` at most, of a prompt that ends before every near limit and of one that ends past them."""
-    # in some families `generate` changes here, even if their rotary factors don't
+    """Lengths, at most `most`, of a prompt that ends before every nearby limit and of one that ends past them."""
+    # in some families `generate` changes behaviour here, even if their rotary factors don't
     config, rotary = target.model.config.get_text_config(decoder=True), target.family.rotary
     firsts = [getattr(config, "original_max_position_embeddings", None), None if rotary is None else rotary.original]
     limits = [*_limits(target), *(first for first in firsts if isinstance(first, int) and first <= 512)]
