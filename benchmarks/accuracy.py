@@ -6,7 +6,7 @@ error.
 
 The text is this repository's own documentation.  Reference: transformers' model in float64, including its norms and
 softmax, in one pass over the whole text.  Each path reads the first n tokens as a prompt, then verifies the next 32 in
-one pass, whose logits are compared; `steps`: it takes the first 16 of these one by one.  `transformers`: its own pass
+one pass, whose logits are compared; `steps`: it reads the first 16 of these one by one.  `transformers`: its own pass
 over the whole text in the same dtype.  A path passes if, at every context, its root mean square error is at most 1.5
 times transformers', and its largest difference at most 3 times.
 
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which other modules do
+os.environ["TRITON_INTERPRET"] = "1"  # before other modules import Triton
 
 import torch
 from batch_time import write
@@ -183,7 +183,7 @@ def steps(target: Any, cache: Any, tokens: Tensor) -> Tensor:
 def row(
     path: str, dtype: str, context: int, found: Tensor, wanted: Tensor, base: Tensor | None = None
 ) -> dict[str, Any]:
-    """base: transformers' own logits of the same tokens, whose error is the yardstick."""
+    """base: transformers' own logits for the same tokens, whose error is the yardstick."""
     loss = Loss.between([(found, wanted)])
     made: dict[str, Any] = {"path": path, "dtype": dtype, "context": context, **loss._asdict()}
     return made if base is None else of_losses(path, dtype, context, loss, Loss.between([(base, wanted)]))

@@ -1,4 +1,4 @@
-"""Ways to answer prompts that benchmarks compare: Outrider, `generate` of transformers, and llama.cpp's server."""
+"""Ways to answer prompts that benchmarks compare: Outrider, transformers' `generate`, and llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider import generate
 from outrider.fast.runner import using
 
 Answers = Callable[[list[list[int]], int, int], list[list[int]]]
-"""(prompts, new tokens, number of prompts at a time) to the tokens of the answers, without the end token."""
+"""(prompts, new tokens, number of prompts at a time) → the tokens of the answers, without the end token."""
 
 
 def outrider(

@@ -47,7 +47,7 @@ class Served:
     steps: int = 0
     seconds: float = 0.0
     model: float = 0.0
-    """Within calls into the models, or the graphs that replace them."""
+    """Seconds within calls into the models, or into the graphs that replace them."""
 
     def __add__(self, other: Served) -> Served:
         return Served(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
@@ -91,7 +91,7 @@ def serve_in_one_call(
     target: TransformersTarget, prompts: Sequence[list[int]], new: int, drafter: Drafter | None = None, slots: int = 1,
     sampling: Sampling | None = None,
 ) -> tuple[Served, list[list[int]]]:  # fmt: skip
-    """As `serve`, by steps that are one call each, whose time in the package counts as the model's."""
+    """Like `serve`, with steps that are one call each; time in the package counts as the model's."""
     seconds, real = [0.0], StepPackage.launch
 
     def launch(package: StepPackage, *given: Any) -> list[list[int]]:

@@ -5,21 +5,21 @@
 Text: twelve tokenizers of different kinds, each saved, loaded with a tiny model, and compared with transformers' own
 `decode`, `tokenizer(text)` and `apply_chat_template` over random texts.
 
-- `streamed`: tokens pushed in random pieces, the pieces joined.
-- `continued`: what a text adds to its prompt's. If the text changes the prompt's own, nothing is promised, and the case
-  is counted as such.
+- `streamed`: tokens pushed in random pieces, and the pieces concatenated.
+- `continued`: what a text adds to that of its prompt. If the text changes the prompt's own text, nothing is guaranteed,
+and the case is counted as such.
 - `stopped`: strings and special tokens that end a text, with and without a prompt, compared with a search in all text
   so far.
 - `encoded`: a string prompt; `chats`: messages, as such and as text rendered by the template; `unembedded`: text with a
-  token that the model has no embedding for, which must be refused by name.
+token for which the model has no embedding, which must be refused by name.
 - `generated`: `generate` and `stream` of the model itself, a few for each tokenizer.
 
 Weights: many ways to change them after loading, before the first text or between two texts; and before loading, when a
 model of the same shape was already compiled.  The same change to a copy that Outrider never saw gives the reference:
 its greedy `generate`, and its logits after a prompt.  Where texts diverge, it is a tie if the two logits in float64 are
 closer than the rounding error of the dtype.  With a `dflash` drafter, drafts must also equal those of a drafter and a
-target loaded with the changed weights.  The same is required of drafters whose own weights change, and their texts must
-not change at all.  `invisible` changes affect no logit or draft: their equality shows nothing.
+target loaded with the changed weights.  The same is required of drafters whose own weights change; their texts must not
+change at all.  `invisible` changes affect no logit or draft: their equality shows nothing.
 
 Compiled steps are built once (about a minute) and kept in Outrider's cache.  Prints JSON; exits with 1 if anything is
 wrong.
@@ -69,7 +69,7 @@ with suppress(ImportError):
     import peft
 
 EXAMPLES = 3
-"""Wrong texts shown per tokenizer and check."""
+"""Maximum number of wrong texts shown per tokenizer and check."""
 
 
 def main() -> int:
@@ -84,7 +84,7 @@ def main() -> int:
     torch.set_num_threads(1)
     disable_progress_bar()
     warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)  # refusals and fallbacks to plain are counted here
+    logging.disable(logging.WARNING)  # refusals and fallbacks to plain steps are counted here
     left_out: dict[str, str] = {}
     results: dict[str, Any] = {}
     if "text" in options.parts:
@@ -258,7 +258,7 @@ CHARACTERS = (
 
 @dataclass
 class Tally:
-    """How many of some cases were equal, refused, wrong, or not covered by a promise."""
+    """How many of some cases were equal, refused, wrong, or not covered by a guarantee."""
 
     counts: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
@@ -398,8 +398,9 @@ def check_streamed(party: Party) -> None:
 
 
 def prompt_of(party: Party) -> tuple[list[int], str]:
-    """A random prompt, and the part of its text that a continuation can't change: half a character at its end is
-    open."""
+    """A random prompt, and the part of its text that a continuation can't change: an incomplete character at its end
+    may still change.
+    """
     prompt = party.ids(12) if party.draw.random() < 0.5 else party.spelled(party.string(6))
     return prompt, party.decode(prompt).removesuffix("\ufffd")
 
@@ -411,7 +412,7 @@ def ends_in_bytes(party: Party, prompt: Sequence[int]) -> bool:
 
 
 def added(party: Party, shown: str, prompt: Sequence[int], tokens: Sequence[int]) -> str | None:
-    """What tokens add to a prompt's text; None if they change it, about which nothing is promised."""
+    """What tokens add to a prompt's text; None if they change it, in which case nothing is guaranteed."""
     if party.target.detokenizer.skipped.keys() >= set(tokens):
         return ""
     whole = party.decode([*prompt, *tokens])
@@ -513,8 +514,9 @@ def check_generated(party: Party) -> None:
 # ── ways to change weights ────────────────────────────────────────────────────────────────────────────────────────────
 
 Way = Callable[[Any], Iterator[None]]
-"""Takes a model: prepares it up to the first `yield`, changes it up to the second, and stays open while texts are
-compared."""
+"""A generator over a model: prepares it before the first `yield`, changes it before the second, and stays open while
+texts are compared.
+"""
 DOWN, QUERY, NORM, BIAS, EMBEDDING, HEAD = (
     "model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight",
     "model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.v_proj.bias", "model.embed_tokens.weight",
@@ -820,7 +822,7 @@ def unmerged(model: Any) -> Iterator[None]:
 
 
 def own_adapter(model: Any) -> Iterator[None]:
-    """transformers' own way to add an adapter, then to disable it."""
+    """transformers' own way to add an adapter and then disable it."""
     model.add_adapter(lora(), "default")
     yield
     model.disable_adapters()
@@ -897,7 +899,7 @@ SETTINGS = (
 
 
 def packing(way: str) -> AbstractContextManager[Any]:
-    """Linear layers are packed this way, whichever is fastest."""
+    """Pack linear layers this way, whichever is fastest."""
     return mock.patch.object(prepacked, "_fastest", return_value=way)
 
 
@@ -1035,7 +1037,7 @@ def compared(target: Any, drafter: Drafter | None, copied: Any, before: Tensor) 
     logits, expected = last_logits(copied), reference(copied)
     is_visible = logits.shape != before.shape or float((logits - before).abs().max()) > 1e-3
     reason = "" if drafter is None else other_drafts(drafts, copied)
-    exact = copied.double()  # the last use of the copy: not every changed model can be copied
+    exact = copied.double()  # the last use of the copy: not every changed model can be copied again
     lost = float((logits - last_logits(exact)).abs().max())
     margin = max(margin_of(exact, *each) for each in zip(PROMPTS, expected, made, strict=True))
     off = float((scores.logits[0, -1].double() - logits).abs().max())

@@ -153,7 +153,7 @@ class Floor:
 
 @dataclass
 class Cell:
-    """A drafter at a temperature, with steps of several calls or of one."""
+    """A drafter at a temperature, with multi-call or one-call steps."""
 
     name: str
     drafter: Drafter | None

@@ -5,8 +5,8 @@
 The server (tests/client/misbehaving.py) is real, on a local socket, in a thread of this process.  It refuses with and
 without Retry-After, fails, hangs, cuts connections before, between and inside characters, writes one byte at a time and
 sends invalid JSON; and it keeps a ledger of what arrived and what it charges.  Half of the requests are streams.  A
-second run has an insufficient budget.  At the end each law is broken on purpose, and the check must detect it.  Exits
-with 1 if a promise is not kept.
+second run has an insufficient budget.  At the end, each rule is broken deliberately, and the check must detect it.
+Exits with 1 if a promise is not kept.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ WISHES: dict[str, tuple[int, Wish]] = {
     "slow bytes": (8, lambda: {"slow": True}),
     "fine": (32, dict),
 }  # fmt: skip
-"""What a request may meet each time it is sent: its frequency in percent, and the instruction to the server."""
+"""What may happen to a request each time it is sent: its frequency in percent, and the instruction to the server."""
 
 
 class Asked(NamedTuple):
-    """A request, and what it meets."""
+    """A request, and what happens to it."""
 
     prompt: str
     trouble: list[dict[str, Any]]
@@ -118,7 +118,7 @@ async def text(client: AsyncClient, one: Asked) -> str:
 
 
 def violations(requests: list[Asked], found: Found, client: AsyncClient, ledger: Ledger) -> list[str]:
-    """Laws that were broken, and how often."""
+    """Rules that were broken, and how often."""
     usage, budget = client.usage, client.budget
     names = {one.prompt for one in requests}
     wrong = sum(own != text_of(name, MAX_TOKENS) for name, own in found.texts.items())
@@ -144,7 +144,7 @@ def misused(
     count: int, budget: Decimal | None = None, retries: Retries = RETRIES, update: Callable[[], None] = lambda: None,
     seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """One run against a new server: the outcome of the requests, and which laws were broken."""
+    """One run against a new server: the outcome of the requests, and which rules were broken."""
     requests = asked(count, seed)
 
     async def main() -> tuple[Found, AsyncClient]:
@@ -198,11 +198,11 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], dict[str, Any
     ),
     "decodes parts that end inside a character": (lambda: patch.object(answers, "EventDecoder", PartByPart), {}),
 }  # fmt: skip
-"""What is broken on purpose, and the settings of the run in which it must show."""
+"""What is broken deliberately, and the settings of the run in which it must show."""
 
 
 def caught(name: str, count: int) -> list[str]:
-    """The laws that this fault visibly broke."""
+    """The rules that this fault visibly broke."""
     planted, settings = FAULTS[name]
     with planted():
         return list(misused(count, **settings)["violations"])

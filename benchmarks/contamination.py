@@ -3,10 +3,10 @@
     python benchmarks/contamination.py [--turns 6000] [--out FILE]
 
 The pairs are our own texts in the layouts of nine tasks, in contamination/pairs.jsonl; the rewordings and their
-look-alikes were written by someone who had not read the rule.  Every pair is judged twice: as `prepare` does, from the
-text, and as `evaluate` does, from the stored hashes of that one conversation.  All rows together are the evaluation.  A
-pair counts as called contaminated if its own row is named.  Speed is that of `prepare` on one core, with turns of 40 to
-120 made-up words against 1,000 prompts.  Exits with 1 if a target is missed.
+look-alikes were written by someone who had not read the rule.  Every pair is judged twice: from the text, as in
+`prepare`, and from the stored hashes of that one conversation, as in `evaluate`.  All rows together are the evaluation.
+A pair counts as flagged if its own row is named.  Speed is that of `prepare` on one core, with turns of 40 to 120
+made-up words against 1,000 prompts.  Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outrider.measure.tasks import layouts
 
 PAIRS = Path(__file__).resolve().parent / "contamination" / "pairs.jsonl"
 WORD_FOR_WORD = ("exact", "shortened", "same-instruction")
-"""Kinds that must be right in at least 0.99 of the pairs."""
+"""Kinds for which at least 0.99 of the pairs must be judged correctly."""
 ACCURACY, RECALL, PRECISION, TURNS_PER_S = 0.99, 0.8, 0.98, 3000
 
 
@@ -47,7 +47,7 @@ class Pair(NamedTuple):
 class Judged(NamedTuple):
     pair: Pair
     is_called: bool
-    """Contaminated by its own row."""
+    """Whether it is contaminated by its own row."""
 
 
 def main() -> int:
@@ -119,8 +119,9 @@ def stored(path: Path, turns: Sequence[str]) -> NgramHashes:
 
 
 def summary(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Counts, the share of each kind that is right, and recall and precision of the rewordings: of all pairs called
-    contaminated that are reworded or clean, the share that is reworded."""
+    """Counts, the share of each kind that is right, and recall and precision of the rewordings: of all flagged pairs
+    that are reworded or clean, the share that is reworded.
+    """
     counts, right = Counter[str](), Counter[str]()
     for pair, is_called in judged:
         counts[pair.kind] += 1

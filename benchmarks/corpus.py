@@ -9,7 +9,7 @@ lengths are searched for.
 
 Warm is after every page was touched once.  Cold is after the mapping was dropped and the kernel was told by
 posix_fadvise (DONTNEED) to drop the files' pages.  Anonymous memory is the growth of RssAnon from before `open` until
-after all searches, with modules and contexts loaded beforehand.  Shared is what a second process that made the same
+after all searches, with modules and contexts loaded beforehand.  Shared is what a second process that ran the same
 searches maps together with the first, according to smaps.
 """
 
@@ -210,7 +210,7 @@ def _times(function: Callable[[list[int]], object], contexts: list[list[int]]) -
 
 
 def _cold(folder: Path, contexts: list[list[int]]) -> dict[str, float]:
-    """Must be called without any mapping of the files left."""
+    """Must be called when no mapping of the files is left."""
     for name in ("tokens.bin", "suffixes.bin"):
         with (folder / name).open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

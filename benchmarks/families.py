@@ -1,18 +1,18 @@
-"""Every family of models: the result of the self-test, and whether speculation writes what `generate` writes.
+"""Every family of models: the result of the self-test, and whether speculation generates what `generate` does.
 
     python benchmarks/families.py [--form NAME …] [--tokens 64] [--out benchmarks/results/every_family.json]
     python benchmarks/families.py --settings [--family NAME …] [--tokens 2000] [--out benchmarks/results/families.json]
 
 Without --settings: every causal family that transformers knows, in its causal form and in the one that also reads
 images, each built from its config class alone with its sizes made small.  A prompt that crosses every limit of its
-config while it is continued is read alone and next to a longer one; so is one beyond all limits.  A family is exact, or
+config while being continued is read alone and next to a longer one; so is one beyond all limits.  A family is exact, or
 refused with a reason.  With --out, forms that are already in the file are not tried again.
 
 With --settings: tiny models with random weights, sdpa and eager if the family has both.  A tree drafter proposes what
-the model itself wrote before, with wrong branches beside it and occasional wrong tokens, so that every depth is
+the model itself generated before, with wrong branches next to it and occasional wrong tokens, so that every depth is
 accepted and rejected.  Twenty prompts of unequal length share three slots. --tokens is the number compared in float64
 with the first attention a family has; its other settings compare a quarter of that.  In float64 a differing token is a
-mismatch; in float32 it is a tie if the model's two best logits lie within four times the measured difference between
+mismatch; in float32 it is a tie if the model's two best logits are within four times the measured difference between
 its one-row and its n-row pass there.  After a difference, the rest of the text is compared as a new request.  Prints
 JSON; exits with 1 on a mismatch.
 """
@@ -139,7 +139,9 @@ def tiny(name: str, attention: str = "eager", dtype: torch.dtype = torch.float64
 
 
 def own_sizes(kind: str) -> dict[str, Any]:
-    """The sizes of BASE that configs of this kind have: a config stores every size it is passed, its own or not."""
+    """The sizes in BASE that configs of this kind have: a config stores every size it is given, whether or not it has
+    such a field.
+    """
     of_class = CONFIG_MAPPING[kind]
     known = {field.name for field in dataclasses.fields(of_class)} | set(of_class.attribute_map)
     return {key: value for key, value in BASE.items() if key in known}
@@ -358,7 +360,7 @@ def compared(target: TransformersTarget, texts: list[list[int]], drafter: Replay
 
 
 def judged(target: TransformersTarget, text: list[int], prompt: int, at: int, token: int) -> dict[str, Any]:
-    """What the model says where two texts diverge: the margin of its two best logits, and how much they vary."""
+    """The model's logits where two texts diverge: the margin of the two best ones, and how much they vary."""
     one, difference = spread(target, text[:at], prompt)
     first, second = one.topk(2).values.tolist()
     return {"at": at - prompt, "wanted": text[at], "found": token, "margin": first - second, "difference": difference}

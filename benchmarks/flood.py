@@ -1,15 +1,15 @@
-"""64 honest clients of four keys, with and without one hostile key that does the worst it can.
+"""64 honest clients with four keys, with and without one hostile key that does its worst.
 
     python benchmarks/flood.py [--target demo] [--minutes 10] [--turn 20] [--clients 64] [--slots 16] [--seed 0]
                                [--out FILE]
 
-A server with keys runs through it all, and so do the honest clients, each with a short prompt, a stream of a few
-tokens and a pause.  Turns without and with the hostile clients take turns.  The hostile ones have one key, and from the
-same address: requests for as many texts as the server allows; bodies of 4 MB that are parsed, rendered or encoded for
-as long as possible; heads without end, halves of heads, idle sockets; answers that nobody reads.
+A server with keys runs throughout, and so do the honest clients, each with a short prompt, a stream of a few tokens and
+a pause.  Turns with and without the hostile clients alternate.  The hostile ones have one key and send from the same
+address: requests for as many texts as the server allows; bodies of 4 MB that are parsed, rendered or encoded for as
+long as possible; endless heads, half-sent heads, idle sockets; and they leave answers unread.
 
-Wanted, in turns with them over turns without: the p99 of the time to the first token at most 1.5 times, resident memory
-at most 1.3 times, and no honest error.  Prints JSON; exits with 1 if one is missed.
+Goals, for turns with them relative to turns without: p99 of the time to first token at most 1.5 times, resident memory
+at most 1.3 times, and no errors for honest clients.  Prints JSON; exits with 1 if one is missed.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from outrider.serve.http import keys
 KEYS = ("ann", "bob", "cleo", "dan")
 BODY_BYTES = (4 << 20) - 400
 MARGIN_S = 2.0
-"""Of a turn's beginning: not counted, since it holds the end of the one before."""
+"""Seconds at the beginning of a turn that are not counted, since they contain the end of the previous one."""
 HOSTILE = 24
-"""Threads of the hostile client."""
+"""Number of threads of the hostile client."""
 
 
 @dataclass
@@ -181,7 +181,7 @@ def many(before: str, item: str, after: str) -> bytes:
 
 
 def flood(port: int, key: str, attacks: Event, over: Event, seed: int) -> None:
-    """Threads that attack while `attacks` is set, in a process of their own."""
+    """Threads that attack while `attacks` is set, in a separate process."""
     texts = {"prompt": ["a"] * 4, "n": 16, "max_tokens": 400, "ignore_eos": True}
     message = '{"role":"user","content":"a"}'
     bodies: list[tuple[str, bytes]] = [
@@ -212,7 +212,7 @@ def flood(port: int, key: str, attacks: Event, over: Event, seed: int) -> None:
                     draw.choice(acts)(sock)
 
     def hold(sock: socket.socket, data: bytes) -> None:
-        """Send a part, and stay, with sockets that send nothing."""
+        """Send a part and keep the connection open, along with sockets that send nothing."""
         sock.sendall(data)
         with contextlib.ExitStack() as others:
             for _ in range(20):
@@ -226,7 +226,7 @@ def flood(port: int, key: str, attacks: Event, over: Event, seed: int) -> None:
 
 
 def exchange(sock: socket.socket, data: bytes) -> None:
-    """Send all of it, and read the answer."""
+    """Send all of it and read the answer."""
     sock.sendall(data)
     while sock.recv(65536):
         pass

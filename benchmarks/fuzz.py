@@ -1,17 +1,17 @@
-"""Damaged files for every reader and damaged bodies for the server: a refusal is one sentence, soon, and in little
-memory.
+"""Damaged files for every reader and damaged bodies for the server: each must be refused with one sentence, quickly and
+in little memory.
 
     python benchmarks/fuzz.py [NAME …] [--cases 20000] [--seed 0] [--memory-mib 1024] [--seconds 20] [--minutes M]
                               [--case NUMBER] [--out FILE]
 
-NAME is `bodies` or a reader: all of them unless given.  A case depends only on --seed, the reader and its number, and
---case runs one again.  Every reader runs in a process of its own with a limit on its memory; a case that takes longer
-than --seconds, raises anything but an OutriderError, or has a message without end is a failure, and so is a process
-that dies.  After --minutes a reader stops early, and the number of its cases is reported.
+NAME is `bodies` or a reader: all of them unless given.  A case depends only on --seed, the reader and its number;
+--case reruns one.  Every reader runs in a separate process with a memory limit; a case that takes longer than
+--seconds, raises anything but an OutriderError, or has an overlong message is a failure, and so is a process that dies.
+After --minutes a reader stops early, and the number of its cases is reported.
 
-Bodies go to a server in a process of its own: no answer may be a 5xx, none may be missing, its event loop may not
-stand still for more than 50 ms, and in the end all slots are free.  A loop that shares its cores with others stands
-still for longer; so its own processor time is measured too, and the limit is on that.
+Bodies go to a server in a separate process: no answer may be a 5xx, none may be missing, its event loop may not block
+for more than 50 ms, and in the end all slots must be free.  A loop that shares its cores with other programs blocks for
+longer, so its own processor time is measured as well, and the limit applies to that.
 
 Prints JSON; exits with 1 on a failure.
 """
@@ -47,7 +47,7 @@ BODIES = "bodies"
 
 MOST_FAILURES = 20
 SPECIAL = ("pipe", "device", "folder", "missing", "empty")
-"""What stands in place of a file in one case of 64."""
+"""What replaces a file in one of 64 cases."""
 LONGEST = 4000
 """Characters of a message."""
 
@@ -80,7 +80,7 @@ def summary_of(row: dict[str, Any]) -> str:
 
 
 def run_worker(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One reader's cases, in a process that is started again behind a case that killed it."""
+    """One reader's cases, in a process that is restarted after a case that killed it."""
     row: dict[str, Any] = {"cases": 0, "outcomes": Counter(), "failures": []}
     first, cases = (0, options.cases) if options.case is None else (options.case, options.case + 1)
     work = fuzz_bodies if name == BODIES else fuzz_reader
@@ -145,7 +145,7 @@ def limit_memory(more_mib: int) -> None:
 
 
 def damage(path: Path, draw: random.Random) -> str:
-    """Damage a file, or put something else in its place; returns what was done."""
+    """Damage a file or replace it by something else; returns what was done."""
     kind = draw.choice(SPECIAL) if draw.random() < 1 / 64 else "bytes"
     if kind == "bytes":
         path.write_bytes(damaged(path.read_bytes(), draw))
@@ -155,7 +155,7 @@ def damage(path: Path, draw: random.Random) -> str:
 
 
 def replaced(path: Path, kind: str) -> None:
-    """Put something else in the place of a file: one of `SPECIAL`."""
+    """Replace a file by something else: one of `SPECIAL`."""
     path.unlink()
     if kind == "pipe":
         os.mkfifo(path)
@@ -199,7 +199,7 @@ def tried(read: Any, folder: Path, seconds: int) -> str:
 
 
 def last_frames() -> str:
-    """Where in the package the current exception passed last."""
+    """The last place in the package that the current exception passed through."""
     frames = traceback.extract_tb(sys.exc_info()[2])
     own = [frame for frame in frames if "/outrider/" in frame.filename] or list(frames)
     return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(own[-4:]))

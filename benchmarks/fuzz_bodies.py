@@ -1,4 +1,4 @@
-"""Damaged request bodies for a server in a process of its own; for `fuzz.py`."""
+"""Damaged request bodies for a server in a separate process; for `fuzz.py`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from benchmarks.mutations import damaged
 from outrider.targets.load import load_target
 
 STALL_S = 0.05
-"""Longest time for which the event loop may stand still."""
+"""Maximum time for which the event loop may block."""
 WAIT_S = 60.0
 """Seconds for an answer."""
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
@@ -75,7 +75,7 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def fuzz_bodies(name: str, cases: range, options: argparse.Namespace, out: Connection) -> None:
-    """Sends a damaged body for each case, half of them on a connection that is used again."""
+    """Sends a damaged body for each case, half of them on a reused connection."""
     until = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
     with served() as (port, calls):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
@@ -105,7 +105,7 @@ def fuzz_bodies(name: str, cases: range, options: argparse.Namespace, out: Conne
 
 
 def stalls(calls: Connection, out: Connection) -> None:
-    """Report how long the loop stood still in the last cases."""
+    """Report how long the loop blocked in the last cases."""
     calls.send("stalls")
     wall_s, cpu_s, at, memory_mib = calls.recv()
     out.send(("memory_mib", memory_mib))
@@ -116,7 +116,7 @@ def stalls(calls: Connection, out: Connection) -> None:
 
 
 def answer(connection: http.client.HTTPConnection, path: str, body: bytes, draw: random.Random) -> int:
-    """The status of an answer that was read to its end."""
+    """The status of an answer that was read to the end."""
     if draw.random() < 0.5:
         connection.close()
     kind = "application/json" if draw.random() < 0.98 else draw.choice(("", "text/plain", "application/json;charset=x"))
@@ -131,7 +131,7 @@ def answer(connection: http.client.HTTPConnection, path: str, body: bytes, draw:
 
 @contextlib.contextmanager
 def served() -> Iterator[tuple[int, Connection]]:
-    """A server of the tiny target in a process of its own: its port, and a pipe to ask it for its stalls."""
+    """A server of the tiny target in a separate process: its port, and a pipe to query its stalls."""
     fork = multiprocessing.get_context("fork")
     calls, its = fork.Pipe()
     process = fork.Process(target=serve, args=(its,), daemon=True)

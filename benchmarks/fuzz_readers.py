@@ -1,6 +1,6 @@
-"""The readers of files and answers that others made, each with valid files to damage; for `fuzz.py`.
+"""The readers of third-party files and answers, each with valid files to damage; for `fuzz.py`.
 
-A reader gets a folder.  It must return, or raise an OutriderError: one sentence, soon, and in little memory.
+A reader gets a folder.  It must return or raise an OutriderError: one sentence, quickly and in little memory.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def use_up(items: Iterable[Any]) -> None:
 
 @functools.cache
 def target() -> Any:
-    """The tiny target that the drafters fit; its name is its folder."""
+    """The tiny target that matches the drafters; its name is its folder."""
     return gguf_targets.make_target(Path(tempfile.mkdtemp(prefix="outrider-fuzz-")) / "tiny")
 
 

@@ -6,10 +6,10 @@ files.
 Nine tasks, 200 prompts in all, every rule on.  First the demo target is measured twice with the n-gram drafter: the
 difference between the two runs, prompt by prompt, is pure noise.  It is centered, scaled to a standard deviation of
 0.08 of the paired log-ratio of speed-ups, and added to every simulated run, sampled with replacement: its shape is
-real, its size is set, and the measured size is in the result.  In addition, each run's machine is faster or slower as a
-whole by 3 %, and every step's acceptance is drawn anew, so that no rule has it easy.  Both reports are written as JSON,
-read back and judged; some go through the command line. --noise takes the measured noise from an earlier result and
-needs no model.
+real, its size is fixed, and the measured size is in the result.  In addition, each run's machine is faster or slower as
+a whole by 3 %, and every step's acceptance is resampled, so that no rule has an easy task.  Both reports are written as
+JSON, read back and judged; some go through the command line. --noise takes the measured noise from an earlier result
+and needs no model.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def steps_of(draw: np.random.Generator, rate: np.ndarray) -> tuple[np.ndarray, n
 
 
 def predicted() -> list[float]:
-    """Acceptance by depth over enough prompts to stand for the prediction of a drafter's training."""
+    """Acceptance by depth over enough prompts to stand in for the prediction made in training."""
     draw = np.random.default_rng(0)
     kept, steps = steps_of(draw, draw.beta(5, 5, 5000))
     return [float((kept[np.arange(TOKENS) < steps[:, None]] > depth).mean()) for depth in range(DEPTH)]

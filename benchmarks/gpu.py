@@ -3,9 +3,10 @@
     python benchmarks/gpu.py [--device cuda] [--small] [--rows machine,passes-0.6b,…] [--seconds 530] [--out FILE]
 
 Every row runs in its own process with a time limit, and its results are written at once, so a row that fails or hangs
-costs only itself.  A row has its figures, or also an `error`.  The models are Qwen3 shapes with random weights, and the
-demo.  `--device cpu --small` rehearses everything on tiny shapes.  `floor_ms` of a pass is the time for the bytes it
-must read and the products it must compute, at the speeds measured by the row `machine` in the same run.
+costs only itself.  A row has its figures and, if it failed, an `error`.  The models are Qwen3 shapes with random
+weights, and the demo.  `--device cpu --small` rehearses everything on tiny shapes.  `floor_ms` of a pass is the time
+for the bytes it must read and the products it must compute, at the speeds measured by the row `machine` in the same
+run.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def main() -> None:
 
 
 def run_all(options: argparse.Namespace) -> int:
-    """Every row in turn; 0 if each has its figures."""
+    """Runs every row in turn; returns 0 if each has its figures."""
     names, began = options.rows.split(","), time.monotonic()
     if unknown := [name for name in names if name not in LIMITS]:
         raise SystemExit(f"there is no row {unknown[0]!r}; choose among {', '.join(LIMITS)}")

@@ -1,5 +1,5 @@
-"""The row `acceptance` of `gpu.py`: a verified step's acceptance and a block's draws, with our kernels and in plain
-torch.
+"""The row `acceptance` of `gpu.py`: a verified step's acceptance and the sampling of a block, with our kernels and in
+plain torch.
 
 Times are those of the judge, from logits on the device to lists on the host.  `floor_ms` is the time to read logits and
 q once at the memory speed measured by the row `machine`.
@@ -65,7 +65,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 class Case:
-    """Drafts for some slots, drawn from a q close to the target's distribution."""
+    """Drafts for some slots, sampled from a q close to the target's distribution."""
 
     def __init__(self, way: str, slots: int, nodes: int, vocabulary: int, device: str):
         torch.manual_seed(0)
@@ -89,7 +89,7 @@ class Case:
 
     @torch.inference_mode()
     def run(self) -> list[Any]:
-        """What each slot accepts, or its drawn token."""
+        """What each slot accepts, or its sampled token."""
         if self.way == "draw":
             tokens: Tensor = self.judge.drawn(self.logits[:, 0], self.state.streams, 1)[1]
             return tokens.tolist()

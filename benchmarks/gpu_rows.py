@@ -51,7 +51,7 @@ Known = Mapping[str, Any]
 
 
 class Points(list[dict[str, Any]]):
-    """Figures of a row, written as they are produced: a row that is stopped keeps what it has."""
+    """Figures of a row, written as they are produced: a row that is stopped keeps what it has so far."""
 
     place: Path
 
@@ -128,7 +128,7 @@ def median_ms(run: Callable[[], object], device: str, seconds: float = POINT_S) 
 
 
 class Rehearsed(CompiledStep):
-    """CUDA graphs rehearsed on a CPU: a recorder that runs the pass again in place of a replay."""
+    """CUDA graphs emulated on a CPU: a recorder that reruns the pass in place of a replay."""
 
     def get(self, build: bool) -> float:
         self._weights, self._version = [], 0
@@ -149,7 +149,7 @@ def again(function: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
 
 @contextmanager
 def captured(target: TransformersTarget, is_wanted: bool) -> Iterator[str]:
-    """The target with CUDA graphs, or plain; returns why not, else nothing."""
+    """Set the target to CUDA graphs or plain passes; returns the reason if that is impossible."""
     graph, why = target.step.graph, ""
     if is_wanted and graph is None:
         if target.device.type == "cpu":
@@ -327,7 +327,7 @@ def measure_loop(shape: str, device: str, small: bool, known: Known) -> dict[str
 
 
 def same_bits(target: TransformersTarget, device: str) -> dict[int, bool]:
-    """By tokens per pass: whether a text's logits are bitwise those of one pass over sixteen."""
+    """By tokens per pass: whether a text's logits are bit-identical to those of one pass over sixteen."""
     cache, noise = filled(target, 1, 60, 64), torch.Generator().manual_seed(2)
     tokens, begin = torch.randint(target.spec.vocabulary, (1, 16), generator=noise).to(device), cache.lengths[0]
 

@@ -83,7 +83,7 @@ def timed(
 def steps_of(
     target: TransformersTarget, drafter: Drafter, requests: list[Request], is_whole: bool
 ) -> Iterator[Progress]:  # fmt: skip
-    """On a CPU, as a rehearsal: the operations of a whole step one by one."""
+    """On a CPU, as a rehearsal: runs the operations of a whole step one by one."""
     state, fixed = generation.batch(target, len(requests), ends=frozenset()), named.policy("fixed", drafter)
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
     recorder = None if target.device.type == "cuda" else rerunning

@@ -1,13 +1,14 @@
-"""kill -9 a stage at random moments, resume it each time, and compare its results with an undisturbed one's.
+"""kill -9 a stage at random moments, resume it each time, and compare its results with those of an undisturbed run.
 
     python benchmarks/kills.py [STAGE …] [--kills 50] [--seed 0] [--work FOLDER] [--out FILE]
 
 STAGE is prepare, train, evaluate or export; all of them unless given.  A tiny target and a small dspark.  Half of the
-kills come at a random time, half before a random one of the calls that change the disk (fsync, link, rename, replace,
-write), or in the middle of a file of tensors.  If a stage ends before all kills are spent, it begins again elsewhere.
+kills come at a random time, the other half before a random call that changes the disk (fsync, link, rename, replace,
+write), or in the middle of writing a tensor file.  If a stage ends before all kills are used up, it is started again in
+another folder.
 
 What must be equal: every byte of the answers; every byte of a checkpoint and its metrics except for timings; every byte
-of an export; of a report, the texts' counts: tokens, steps, acceptance, exactness.  Nothing may be left that an
+of an export; of a report, the texts' counts: tokens, steps, acceptance, exactness.  No files may be left behind that an
 undisturbed run does not leave.  Prints JSON; exits with 1 if anything differs.
 """
 
@@ -50,10 +51,10 @@ FIGURES = (
     "drafter", "task", "prompts", "temperature", "tokens_per_step", "accepted_by_depth", "accepted_histogram", "exact",
     "compared_tokens", "steps", "tokens", "rejections_by_depth",
 )  # fmt: skip
-"""Of a report's rows: what does not depend on the clock."""
+"""Fields of a report's rows that do not depend on the clock."""
 CLOCKS = ("seconds", "tokens_per_s", "mfu", "made", "speedup")
 LOGS = ("provenance.json", "config.yaml", "prompts.jsonl", "report.html", "answers.sqlite")
-"""Files with times, and those that only a resume reads."""
+"""Files that contain times, and those that only a resumed run reads."""
 FORK = multiprocessing.get_context("fork")  # a new process would import torch for longer than a stage takes
 
 
@@ -78,7 +79,9 @@ def main() -> None:
 
 
 def measured(work: Path, stages: list[str], kills: int, seed: int) -> dict[str, Any]:
-    """The stages one after another, each with its kills; a stage begins where the undisturbed one before it ended."""
+    """The stages one after another, each with its kills; a stage starts from the result of the previous undisturbed
+    one.
+    """
     undisturbed, rows = made(work / "undisturbed"), {}
     for stage in STAGES[: 1 + max(map(STAGES.index, stages))]:
         before = work / f"before-{stage}"
@@ -97,7 +100,7 @@ def measured(work: Path, stages: list[str], kills: int, seed: int) -> dict[str, 
 def killed_until(
     stage: str, before: Path, undisturbed: Path, kills: int, draw: random.Random, took_s: float, calls: int
 ) -> dict[str, Any]:
-    """All kills of a stage, and whether every killed run ended like the undisturbed one."""
+    """All kills of a stage, and whether every killed run ended with the same results as the undisturbed one."""
     expected, spent, inside, runs, differences = files(undisturbed), 0, 0, 0, set[str]()
     while spent < kills:
         runs += 1
@@ -136,7 +139,7 @@ def made(place: Path) -> Path:
             "tasks": ["held_out.jsonl"], "prompts": 8, "max_new_tokens": 16, "baselines": ["ngram"], "repeats": 0,
             "min_first_ngrams": 0.0, "batch": 1,
         },
-        drafter=DRAFTER | {"anchors": 8, "mask_token": 3},  # exports want a token for a mask
+        drafter=DRAFTER | {"anchors": 8, "mask_token": 3},  # exports require a mask token
     )  # fmt: skip
     file = place / "kills.yaml"
     file.write_text(file.read_text().replace("target: tiny", "target: {name: tiny, compile: false}"))
@@ -150,7 +153,7 @@ def made(place: Path) -> Path:
 
 
 def start(place: Path, stage: str, at: int = -1) -> tuple[Any, Any]:
-    """A process that runs a stage in this folder, and the pipe on which it tells its calls."""
+    """A process that runs a stage in this folder, and the pipe on which it reports its calls."""
     receiver, sender = FORK.Pipe(duplex=False)
     process = FORK.Process(target=child, args=(place, stage, at, sender))
     process.start()
@@ -159,7 +162,7 @@ def start(place: Path, stage: str, at: int = -1) -> tuple[Any, Any]:
 
 
 def ended(process: tuple[Any, Any]) -> int | None:
-    """The calls of a stage that ended; None if it was killed, or failed."""
+    """The calls of a completed stage; None if it was killed or failed."""
     process[0].join()
     try:
         return int(process[1].recv())
@@ -185,7 +188,7 @@ def child(place: Path, stage: str, at: int, calls: Any) -> None:
 
 
 def counted(real: Callable[..., Any], name: str, count: list[int], at: int) -> Callable[..., Any]:
-    """A counted call; number `at` is not made, or only half made if it writes tensors."""
+    """Wraps a call to count it; call number `at` is skipped, or only half executed if it writes tensors."""
 
     def call(*given: Any, **more: Any) -> Any:
         if count[0] == at:

@@ -1,13 +1,14 @@
-"""A drafter that learns while it serves: what it learns from shifted traffic, what plain users pay, what is refused.
+"""A drafter that learns while it serves: what it learns from shifted traffic, what it costs users without drafts, and
+what is refused.
 
     python benchmarks/learning.py --minutes 60 --out benchmarks/results/learning.json
 
 Traffic is the library's source in another register, see `REGISTERS`.  Traffic and evaluation use different modules.
-Two servers of the demo's pair take turns: one learns, in the CPU time that requests leave free; the other shows how it
-would be without learning.  Both get the same requests, one at a time with a pause for thought in between; every second
-request turns drafts off, like a plain user's.  While one is in use, the other is paused.
+Two servers of the demo's pair take turns: one learns, in the CPU time that requests leave free; the other shows what
+happens without learning.  Both get the same requests, one at a time with a pause in between; every second request
+disables drafts.  While one is in use, the other is paused.
 
-After that: the version served at the end compared with the first one on held-out traffic, prompt by prompt; the same
+Afterwards: the version served at the end is compared with the first one on held-out traffic, prompt by prompt; the same
 buffer with shuffled answers, which the gate has to refuse; and a version with corrupted weights, which has to be rolled
 back. dspark is the checkpoint of the last `make demo`.
 """
@@ -61,7 +62,7 @@ def quoted(name: str, text: str) -> str:
 
 
 def renamed(name: str, text: str) -> str:
-    """Letters in words that are not part of the language are substituted."""
+    """Letters in identifiers are substituted."""
     return "".join(chr((ord(c) - 97 + 13) % 26 + 97) if "a" <= c <= "z" else c for c in text)
 
 
@@ -127,7 +128,7 @@ def traffic(wanted: argparse.Namespace, folder: Path, found: dict[str, Any]) -> 
     with Clients() as clients, server("learning", wanted, folder) as learning, server("still", wanted, None) as still:
         for one in (learning, still):
             one.pause()
-        for one in (learning, still):  # a warm-up, so that all code has run
+        for one in (learning, still):  # a warm-up, so that all code paths have run
             visited(one, clients, asked(prompts, 999)[:6], 0.05)
         while time.monotonic() < ends:
             due, turn = asked(prompts, turn)[: wanted.requests], turn + 1
@@ -211,7 +212,9 @@ def poisoned(folder: Path, place: Path) -> dict[str, Any]:
 
 
 def rolled_back(wanted: argparse.Namespace, folder: Path, place: Path) -> dict[str, Any]:
-    """A version that passed by mistake, with weights that are `spoilt` noise: seconds from its swap to its rollback."""
+    """A version that passed by mistake, whose weights have `spoilt` noise added: seconds from its swap to its
+    rollback.
+    """
     shutil.copytree(folder, place)
     there, target = Folder(place), load_target("demo", compile=False)
     version, before = there.next_version(), there.state().version

@@ -1,12 +1,13 @@
-"""What a local head adds to a block drafter that is there: tokens per step with and without it, same prompts.
+"""What a local head adds to an existing block drafter: tokens per step with and without it, on the same prompts.
 
     python -m outrider run recipes/demo-dflash.yaml
     python -m outrider run recipes/lab/demo-local_head.yaml
     python benchmarks/local_head.py [--base runs/demo-dflash/checkpoint] [--head runs/demo-local_head/checkpoint]
                                     [--weights 0.3:0,0.3:0.3,0.6:0.3] [--prompts 24] [--out FILE]
 
-Greedy, every draft verified whole; only counts, so other work on the machine changes nothing.  Ratios have 95 %
-intervals from a bootstrap over prompts.  The best weights are chosen on the prompts that they are shown for.
+Greedy, with every draft verified in full; only counts are measured, so other work on the machine has no effect.  Ratios
+have 95 % intervals from a bootstrap over prompts.  The best weights are chosen on the same prompts as the reported
+figures.
 """
 
 from __future__ import annotations

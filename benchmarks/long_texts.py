@@ -150,7 +150,7 @@ def together(server: Server, prompts: Sequence[str], new: int) -> list[Stream]:
 
 @contextmanager
 def peak(server: Server) -> Iterator[list[int]]:
-    """The server's peak memory while the block runs, as the only number of a list."""
+    """The server's peak memory while the block runs, as the single element of a list."""
     most, is_over = [server.resident_bytes()], threading.Event()
 
     def watch() -> None:

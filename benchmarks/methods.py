@@ -5,15 +5,15 @@
     python benchmarks/methods.py --table --out benchmarks/results/methods.json
 
 A cell is a target, a method, a budget and a seed; results/methods.jsonl has one per line, with the tokens and steps of
-every prompt.  A stopped training is resumed, cells that are there are not run again, and several commands may run at
-the same time on different methods.
+every prompt.  A stopped training run is resumed, existing cells are not rerun, and several commands may run at the same
+time on different methods.
 
 Minutes are planned: as many optimiser steps as fit, by the CPU seconds in results/rates.json, which are measured once
-per method and kept, so that other work on the machine changes no cell.  Data, batch, optimiser and prompts of a target
-are the same for all; drafts are verified in full, with `generate`.  Only counts are kept.
+per method and stored, so that other work on the machine does not affect any cell.  Data, batch, optimiser and prompts
+of a target are the same for all; drafts are verified in full, with `generate`.  Only counts are kept.
 
 The table has mean and spread over seeds, and every comparison of two methods as a ratio of tokens per step with its
-95 % interval, from a bootstrap over seeds and, within them, prompts that both have.
+95 % interval, from a bootstrap over seeds and, within them, the prompts they share.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Claim:
-    """A published order: `better` reaches at least `ratio` times the tokens per step of `worse`."""
+    """A published ordering: `better` reaches at least `ratio` times the tokens per step of `worse`."""
 
     better: str
     worse: str
@@ -146,7 +146,7 @@ HALVES = {
     "limited, kl": ("drafter.heads=1", "drafter.intermediate=64"),
     "limited, lk_lambda": ("drafter.heads=1", "drafter.intermediate=64"),
 }
-"""Layers with about half the weights, for orders that do not hold at their size."""
+"""Layers with about half the weights, for orderings that do not hold at full size."""
 STUDIES = {
     f"{name}, {what}": Method(
         METHODS[name].recipe,
@@ -276,7 +276,7 @@ class Bench:
         say(f"{name}, seed {seed}: " + "; ".join(f"{r['draft']}, {r['kind']} {r['tokens_per_step']:.2f}" for r in rows))
 
     def train(self, name: str, minutes: float | None, seed: int) -> tuple[dict[str, Any], Path]:
-        """Train a method, or go on with it; returns the cell's fields about it, and the checkpoint."""
+        """Train a method, resuming if possible; returns the cell's fields about it, and the checkpoint."""
         own = self.setup.methods[name]
         file, changes = RECIPES / f"{own.recipe}.yaml", [*own.changes, f"train.seed={seed}"]
         if own.reference is not None:
@@ -341,8 +341,9 @@ def planned(minutes: float, texts: int, rates: Mapping[str, float]) -> int:
 
 
 def ways(model: Any) -> dict[str, Any]:
-    """How a trained model drafts: as it is set and as a chain; if it scores pairs, also with pairs and without, as a
-    chain and as the tree of as many nodes."""
+    """How a trained model drafts: as configured and as a chain; if it scores pairs, also with and without pairs, as a
+    chain and as a tree of the same number of nodes.
+    """
     kind, config = model.config.kind, model.config
     found = {"default": model.drafter()}
     if chain := method(kind).chain:
@@ -447,7 +448,7 @@ def mean_by_depth(found: Sequence[Sequence[float | None]]) -> list[float]:
 
 
 def order(claim: Claim, column: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Whether a published order holds here; None if one of the two was not measured."""
+    """Whether a published ordering holds here; None if one of the two was not measured."""
     better, worse = (
         per_prompt(found, name, column, claim.temperature, "default") for name in (claim.better, claim.worse)
     )

@@ -1,4 +1,4 @@
-"""Damage to files and bodies: bytes that are cut, flipped or repeated, and JSON whose values, keys and depth change."""
+"""Damages files and bodies: bytes are cut, flipped or repeated, and values, keys and nesting of JSON change."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ VALUES: tuple[Any, ...] = (
     "<|im_start|>", [], {}, [[]], [None], [0] * 2000, [[1, 2]] * 50, {"": None}, {"a": {"b": [1]}}, {"type": "text"},
     ["a", 1, None], DEEP,
 )  # fmt: skip
-"""Put in place of values."""
+"""Replacements for values."""
 
 
 def damaged(content: bytes, draw: random.Random) -> bytes:
-    """The content with one to three changes to its structure, if it is JSON, or to its bytes."""
+    """The content with one to three changes to its structure if it is JSON, otherwise to its bytes."""
     for _ in range(draw.choice((1, 1, 2, 3))):
         changed = restructured(content, draw) if draw.random() < 0.7 else None
         content = changed if changed is not None else rebytes(content, draw)

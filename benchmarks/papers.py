@@ -1,6 +1,6 @@
-"""The table of pages/papers.md: what was published, where it is in the code, what was measured here.
+"""The table of pages/papers.md: what was published, where it is in the code, and what was measured here.
 
-`papers.yaml` has one entry per paper; it refers to figures by name wherever a result file holds them.
+`papers.yaml` has one entry per paper; it refers to figures by name wherever a result file contains them.
 """
 
 from __future__ import annotations

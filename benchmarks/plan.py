@@ -4,7 +4,7 @@
     python benchmarks/plan.py measured [--drafters ngram,suffix,…] [--depths 1,2,4,7] [--batches 1,4,16] [--out FILE]
 
 `points` needs no accelerator: configs, the published tokens per step, one set of constants for all points, fitted to
-none of them.  `measured` times target and drafters, takes acceptance from other prompts than the ones it is judged on,
+none of them.  `measured` times target and drafters, takes acceptance from prompts other than the ones it is judged on,
 and decodes each cell; it needs an otherwise idle machine.
 """
 
@@ -30,7 +30,7 @@ from outrider.targets.sketch import Sketch
 POINTS = Path(__file__).with_name("plan_points.yaml")
 WITHIN = 0.2
 OTHER = "h200"
-"""Hardware to try if a source does not name its own."""
+"""Hardware to try if a source does not say what it used."""
 
 
 def main() -> None:
@@ -114,7 +114,7 @@ def why(error: float, given: dict[str, Any], table: dict[str, Any]) -> str:
     fields = table["models"][given["model"]]
     is_moe = any(key in fields for key in ("num_experts", "n_routed_experts"))
     if is_moe and error < 0:
-        return "tokens of one text choose alike, so a draft touches fewer experts than independent choices would"
+        return "tokens of one text choose similar experts, so a draft uses fewer of them than independent choices would"
     return "the source names neither its version's overheads nor all of its settings"
 
 

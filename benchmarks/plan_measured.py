@@ -26,8 +26,9 @@ from outrider.targets.hf.transformers import TransformersTarget
 PAYS = 1.0
 """Speed-up from which drafting is worthwhile in a cell."""
 ANSWERS = (1.0, 0.6, 1.4, 0.8, 1.2)
-"""Lengths of answers relative to their mean: with equal ones, plain decoding would end a whole batch at once, which
-never happens in traffic."""
+"""Lengths of answers relative to their mean: with equal lengths, plain decoding would finish a whole batch at once,
+which never happens in real traffic.
+"""
 
 
 def measured(
@@ -92,8 +93,9 @@ def full_steps(
     target: TransformersTarget, texts: Sequence[Sequence[int]], new_tokens: int, drafter: Drafter | None, depth: int,
     slots: int,
 ) -> Iterator[Step]:  # fmt: skip
-    """Decoding steps with all slots busy, which is what a plan describes: without the last ones, when short texts have
-    ended and no request takes their slot.  Each step is run when it is requested."""
+    """Decoding steps with all slots busy, which is what a plan describes; excludes the last ones, when short texts have
+    ended and no request takes their slots.  Each step is run when it is requested.
+    """
     lengths = cycle(round(share * new_tokens) for share in ANSWERS)
     requests = [Request(list(text), length, Sampling()) for text, length in zip(texts, lengths, strict=False)]
     state = batch(target, slots, ends=frozenset())
@@ -115,8 +117,8 @@ def speed(
 ) -> Speed:  # fmt: skip
     """Speed of drafted steps, each paired with a plain one, so that both see the same machine.
 
-    Texts early in a run differ from those at its end, so whole runs count: one of plain steps, and those of drafted
-    steps that end within it.
+    Texts early in a run differ from those at its end, so only whole runs are used: one of plain steps, and the runs of
+    drafted steps that end within it.
     """
     runs = ((run, step) for run in count() for step in full_steps(target, texts, new_tokens, drafter, depth, slots))
     pairs = list(zip(runs, full_steps(target, texts, new_tokens, None, 0, slots), strict=False))

@@ -4,9 +4,9 @@
 
 All linear layers of a model one after another, in every variant available on this machine (`kernels.prepacked`):
 weights in float32, and weights whose values are exactly bfloat16, which panels store in half the bytes.  All variants,
-a read of as many bytes and a square product are interleaved; the fastest turn of each counts.  `bound` is the longer of
-two times: reading the bytes that a variant stores, at the speed of that read, and the arithmetic, at the speed of the
-fastest product in this run.
+a read of the same number of bytes and a square product are interleaved; the fastest turn of each is used.  `bound` is
+the longer of two times: reading the bytes that a variant stores, at the speed of that read, and the arithmetic, at the
+speed of the fastest product in this run.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def table(shape: str, kind: str, counts: list[int]) -> list[dict[str, Any]]:
                 prepacked.product(inputs[weight.shape[1]], way, own, weight.shape[0])
 
         ways: dict[str, Callable[[], object]] = {way: lambda way=way, run=run: run(way) for way in held}
-        # panels of exact values read half the bytes, which can be faster per byte where caches matter
+        # panels of exactly representable values read half the bytes, which can be faster per byte where caches matter
         halves = {f"read {n}": (lambda n=n: reading[: len(reading) // n].sum()) for n in (1, 2)}
         seconds = by_turns(ways | halves | {"square": lambda: square @ square})
         peak = max(2 * SQUARE**3 / seconds["square"], *(rows * flop / seconds[way] for way in held))

@@ -1,5 +1,4 @@
-"""A real model as a user gets it, without any flag: tokens/s compared with llama.cpp, and whether every text is the
-same.
+"""A real model with default settings: tokens/s compared with llama.cpp, and whether every text is the same.
 
     python benchmarks/engines/build_llama.py
     python benchmarks/real_model.py KIND=FILE.jsonl ... [--target smollm2] [--prompts 16] [--new 96] [--rounds 2]
@@ -10,7 +9,7 @@ chat template.  Greedy, one request at a time, whole requests including the prom
 per prompt.
 
 Ours: `plain`, `ngram` and `suffix`, loaded as `outrider decode` and `evaluate` do. llama.cpp's server with 16-bit
-weights, with threads and flash attention tuned on the first prompt of every kind; with --gguf FILE that file too.
+weights, with threads and flash attention tuned on the first prompt of every kind; with --gguf FILE, that file as well.
 `transformers` is its own `generate`.  Texts are compared with `generate` of transformers: a text that diverges from it
 is a tie or a fault (`same_text.py`).  Prints JSON; exits with 1 if a promise is missed.
 """
@@ -46,7 +45,7 @@ from outrider.targets.load import load_target  # noqa: E402
 from outrider.weights import weights_of  # noqa: E402
 
 TUNED = tuple(itertools.product((1, 2), ("on", "off")))
-"""Threads, as a share of all, and flash attention."""
+"""Threads as a share of all, and whether to use flash attention."""
 
 
 def main() -> int:
@@ -109,7 +108,7 @@ def llama_ways(
 
 
 def tuned(target: Any, binary: Path, model: Path, samples: list[list[int]]) -> dict[str, Any]:
-    """The fastest settings of a server, from three requests each, the last two of which count."""
+    """The fastest settings of a server, from three requests each, of which the last two are used."""
     seconds: dict[tuple[int, str], float] = {}
     for share, flash in TUNED:
         threads = max(1, torch.get_num_threads() // share)

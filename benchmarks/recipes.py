@@ -3,8 +3,8 @@
     python benchmarks/recipes.py [--prompt 256] [--answer 768] [--out benchmarks/results/recipes.json]
 
 Texts have the given mean lengths.  The shapes are those that the targets' authors publish, written with transformers'
-config classes; Gemma 4's are its class's own.  Efficiencies are in outrider/plan/paper/hardware.yaml, each with its
-source.  A target of up to 10 B is on one H100, a larger one on eight.
+config classes; Gemma 4's are the defaults of its class.  Efficiencies are in outrider/plan/paper/hardware.yaml, each
+with its source.  A target of up to 10 B is on one H100, a larger one on eight.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any], float]] = {
     "gemma-4-e2b": ("gemma4_text", {}, float("nan")),
     "gpt-oss-20b": ("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}, 20.9e9),
 }  # fmt: skip
-"""Model type, config and published number of parameters, by the name of the target in a recipe's."""
+"""Model type, config and published number of parameters, by the target's name in a recipe."""
 LARGE = 10e9
 """Parameters above which a target is on eight accelerators."""
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default, aten.equal.default}
-"""Operations with which the host reads a tensor, and waits for it."""
+"""Operations with which the host reads a tensor and thus waits for it."""
 
 
 class HostRead(AssertionError):
@@ -43,7 +43,7 @@ class Recording(TorchDispatchMode):
         return found
 
     def __call__(self, function: Any) -> tuple[Any, Sequence[Any]]:
-        """As `fast.gpu.cuda_graphs.Recorder`."""
+        """Like `fast.gpu.cuda_graphs.Recorder`."""
         self.recorded, self.calls = self.recorded + 1, []
         function()
         with self:

@@ -1,4 +1,4 @@
-"""Shared by the exactness benchmarks: a drafter that knows the coming text, and how a tie is told from a mismatch.
+"""Shared by the exactness benchmarks: a drafter that knows the coming text, and how to tell a tie from a mismatch.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -32,7 +32,7 @@ from outrider.targets.hf.transformers import TransformersTarget
 
 
 class Replay(Drafter):
-    """Proposes the continuation of texts it knows, with wrong branches beside it and occasional wrong tokens.
+    """Proposes the continuation of texts it knows, with wrong branches next to it and occasional wrong tokens.
 
     Every depth has `width` siblings, at most one of which is the true token; it comes first if `eldest`, for targets
     that only verify chains.  With probability 1 - `right` none is true and the draft continues anyway; the true text
@@ -48,7 +48,7 @@ class Replay(Drafter):
         self.soft = soft
         """Every node has a q."""
         self.obeys = obeys
-        """Respects the budget; otherwise it proposes everything, whatever room is left."""
+        """Respects the budget; otherwise it proposes everything, no matter how much room is left."""
         self.limit = depth * (2 * width - 1)
         self.noise = random.Random(seed)
         self.kept: Counter[int] = Counter()
@@ -143,7 +143,7 @@ def progress_bar() -> Progress:
 
 
 def provenance(seconds: float) -> dict[str, Any]:
-    """The provenance that a result must state."""
+    """The provenance that a result must include."""
     return {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command(),

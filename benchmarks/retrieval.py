@@ -2,11 +2,11 @@
 
     python benchmarks/retrieval.py [--prompts 12] [--new 88] [--plain-path] [--out FILE]
 
-The corpus holds the standard library's other modules, which the target was trained on; held-out modules are not in it.
-Two distractor corpora hold C++ headers and package metadata.  Nothing is remembered from one text to the next, except
-in the row that says so.  Every prompt goes through all ways one after the other.  Tasks: `new`, pieces of held-out
-modules; `seen`, pieces of modules in the corpus; `edit`, a held-out piece whose first half appears twice.  The cold row
-reads a copy of the corpus whose pages are dropped before every text.
+The corpus contains the standard library's other modules, which the target was trained on; held-out modules are not in
+it.  Two unrelated corpora contain C++ headers and package metadata.  Nothing is carried over from one text to the next,
+except in the row that says so.  Every prompt goes through all configurations one after the other.  Tasks: `new`, pieces
+of held-out modules; `seen`, pieces of modules in the corpus; `edit`, a held-out piece whose first half appears twice.
+The cold row reads a copy of the corpus whose pages are dropped before every text.
 
 See corpus.py and trie.py for the cost of searching and growing.
 """

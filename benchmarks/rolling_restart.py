@@ -1,10 +1,11 @@
-"""Restart two servers behind nginx, one after the other, while clients ask: no answer is lost, cut off or given twice.
+"""Restart two servers behind nginx, one after the other, while clients send requests: no answer is lost, cut off or
+given twice.
 
     python benchmarks/rolling_restart.py [--minutes 5] [--clients 16] [--out FILE]
 
 The servers serve the demo target, and nginx (Debian's) runs with examples/nginx.conf on free ports.  Half of the
-requests are streams.  No client sends anything twice: each answer must be the text that was expected.  The servers'
-request logs must have ended as many texts as clients have got.  Prints JSON; exits with 1 if not.
+requests are streams.  No client retries: each answer must be the expected text.  The servers' request logs must record
+as many finished texts as clients received.  Prints JSON; exits with 1 if not.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def is_clean(result: dict[str, Any]) -> bool:
 
 
 def measured(seconds: float, clients: int) -> dict[str, Any]:
-    """Ask for this long, and until each server was restarted; counts of answers, errors and restarts."""
+    """Send requests for this long and until each server was restarted; counts of answers, errors and restarts."""
     with tempfile.TemporaryDirectory() as place:
         ports = free_ports(3)
         servers = [Server(port, Path(place) / f"{port}.jsonl") for port in ports[:2]]
@@ -76,7 +77,7 @@ def measured(seconds: float, clients: int) -> dict[str, Any]:
 
 
 class Server:
-    """`outrider serve` in a process of its own."""
+    """`outrider serve` in a separate process."""
 
     def __init__(self, port: int, log: Path):
         self.port, self.log = port, log
@@ -105,13 +106,13 @@ class Server:
         return self.process.wait(60)
 
     def ended(self) -> int:
-        """Number of texts that were generated to their end."""
+        """Number of texts that were generated to the end."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         return sum(json.loads(line)["meta"]["finish_reason"] in ("stop", "length") for line in lines)
 
 
 async def asked(url: str, servers: list[Server], seconds: float, clients: int) -> dict[str, Any]:
-    """Ask while the servers are restarted."""
+    """Send requests while the servers are restarted."""
     counts: Counter[str] = Counter()
     errors: Counter[str] = Counter()
     is_over = False

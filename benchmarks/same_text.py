@@ -6,11 +6,11 @@
 KIND=FILE: a kind of prompts, such as code=humaneval.jsonl, whose rows have `turns`; the first turn is sent, through the
 chat template.  `generate` of transformers continues one prompt at a time in float32.
 
-Ways: `plain`, `ngram`, `suffix` and `dflash` (two layers of random weights: nearly every draft is wrong) as a user gets
-them; `whole plain` and `whole dflash`, whose steps are one call each; `server plain` and `server suffix`, over HTTP
+Ways: `plain`, `ngram`, `suffix` and `dflash` (two layers of random weights: nearly every draft is wrong) with default
+settings; `whole plain` and `whole dflash`, whose steps are one call each; `server plain` and `server suffix`, over HTTP
 with as many clients as there are slots.  A text that diverges from transformers' is a tie if the logits of both tokens,
-in float64, are closer than the error of float32 (`targets/accuracy.py`), else a fault.  Prints JSON; exits with 1 on a
-fault.
+in float64, are closer than the error of float32 (`targets/accuracy.py`), otherwise a fault.  Prints JSON; exits with 1
+on a fault.
 """
 
 from __future__ import annotations

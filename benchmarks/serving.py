@@ -35,7 +35,7 @@ SHARED_BYTES = 2**26
 
 
 def soak(wanted: argparse.Namespace, clients: Clients) -> dict[str, Any]:
-    """Three slots for four clients, so that some wait; prompt prefixes are shared.
+    """Three slots per four clients, so that some wait; prompt prefixes are shared.
 
     First every slot gets its longest text at the same time, since memory is allocated on first use.
     """
@@ -51,7 +51,8 @@ def soak(wanted: argparse.Namespace, clients: Clients) -> dict[str, Any]:
     with running("outrider", start) as server:
         clients.turn(server, pool, [longest] * slots, slots)
         asked = with_body(pool, model=server.model())
-        asked[::2] = with_body(asked[::2], return_token_ids=True)  # compared too; without, pieces take a shorter path
+        # also compared; without it, chunks take a shorter path
+        asked[::2] = with_body(asked[::2], return_token_ids=True)
         with Readings(server, readings):
             found = clients.ask(
                 do="soak", port=server.port, clients=wanted.clients, seconds=wanted.seconds,
@@ -111,7 +112,7 @@ def memory(readings: Sequence[tuple[float, int]], seconds: float, parts: int = 1
 
 
 def slots_in_use(server: Server, patience_s: float = 10.0) -> int:
-    """Requests in slots or waiting for one, after those of disconnected clients had time to end."""
+    """Requests in slots or waiting for one, after those of disconnected clients have had time to end."""
     ends = time.monotonic() + patience_s
     while True:
         found = server.metrics()
@@ -138,7 +139,7 @@ def settings() -> argparse.Namespace:
 
 def main() -> int:
     options = settings()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that everything started is stopped too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that everything that was started is also stopped
     machine.set_up_process()
     tell(f"about {4 + options.seconds / 60:.0f} minutes")
     with Clients() as clients:

@@ -1,7 +1,7 @@
 """Clients of an OpenAI-compatible server, cheap enough to share its cores; they compare the answers they get.
 
 `serving.py` runs this file as a separate process: each plan is a line of JSON on standard input, each result one on
-standard output.  Bytes are read as they come: a piece of a stream is stored with its time of arrival, and parsed when
+standard output.  Bytes are read as they come: a chunk of a stream is stored with its time of arrival, and parsed when
 the turn is over (in a soak, when the answer is).  Does not import torch.
 """
 
@@ -19,9 +19,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 PATIENCE_S = 600.0
-"""Longest wait for the end of one answer, in seconds."""
+"""Maximum wait for the end of one answer, in seconds."""
 LEAVE_S = 0.02
-"""Seconds after which a client disconnects if it is to do so before the first piece."""
+"""Seconds after which a client disconnects if it is supposed to do so before the first chunk."""
 MOST_TOLD = 50
 """Number of unexpected answers reported with their texts."""
 
@@ -42,7 +42,7 @@ class Read(NamedTuple):
 
     text: str
     tokens: list[int] | None
-    """If the server returns ids."""
+    """Only if the server returns ids."""
     counted: int | None
     """Number of tokens according to the server."""
     finish_reason: str | None
@@ -234,7 +234,7 @@ def request(port: int, path: str, body: bytes) -> bytes:
 
 def compared(due: Due, read: Read, is_whole: bool) -> str | None:
     """How an answer differs from the expected one: lost, repeated, other (its text), tokens, count, reason; None if it
-    does not.
+    does not differ.
 
     If the client disconnected, only the beginning is compared.
     """
@@ -251,7 +251,7 @@ def compared(due: Due, read: Read, is_whole: bool) -> str | None:
 def parted(text: str, due: str, is_whole: bool) -> str | None:
     """How a text differs from the expected one: a part of it was lost or repeated, or it is a different text.
 
-    After a lost or repeated part, the text continues like the expected one, to the end.
+    After a lost or repeated part, the text must continue like the expected one to the end.
     """
     if text == due or (not is_whole and due.startswith(text)):
         return None
@@ -362,7 +362,7 @@ class Soak:
     refused: dict[str, Counter[str]] = field(default_factory=dict)
     """By kind of invalid request: the count of each status."""
     failed: list[dict[str, Any]] = field(default_factory=list)
-    """Answers with 5xx, and others that did not end."""
+    """Answers with 5xx, and answers that did not end."""
     partings: list[dict[str, Any]] = field(default_factory=list)
 
     async def client(self, noise: random.Random) -> None:
@@ -418,7 +418,7 @@ class Soak:
 
 
 async def soak(plan: dict[str, Any]) -> dict[str, Any]:
-    """`clients` clients send requests from `pool` for `seconds` seconds, and finish the answers they have begun."""
+    """`clients` clients send requests from `pool` for `seconds` seconds, and finish the answers they have started."""
     port, began, cpu = plan["port"], time.perf_counter(), time.process_time()
     own = Soak(
         port, [Due(*one) for one in plan["pool"]], plan["leaving"], plan["malformed"], malformed(port, plan["model"]),

@@ -70,7 +70,7 @@ def audit(target: Any, due: Due, text: str) -> dict[str, Any] | None:
     """Where a greedy text diverges from the known one, and by what margin the target prefers its own token there.
 
     `difference` is the largest change of a logit there between passes of different shapes.  None if no token continues
-    as the text does: that is not a tie.
+    the way the text does: then it is not a tie.
     """
     decode = target.detokenizer.decode
     at = max(n for n in range(len(due.tokens) + 1) if text.startswith(decode(due.tokens[:n]).removesuffix("\ufffd")))
@@ -104,7 +104,7 @@ def audited(target: Any, pool: Sequence[Due], partings: Sequence[Mapping[str, An
 
 
 class Turn(NamedTuple):
-    """The result of one way in one turn."""
+    """The result of one configuration in one turn."""
 
     tokens: int
     seconds: float
@@ -146,7 +146,7 @@ class Clients:
             raise ValueError(f"{server.name} answered {bad['status']}: {bad['error']} {bad['body']}")
         for number, row in zip(numbers, found["rows"], strict=True):
             row["is_equal"] = row["text"] == pool[number].text
-            # servers count the end of a text differently: here equal texts have equal counts
+            # servers count the end of a text differently; here, equal texts have equal counts
             row["tokens"] = len(pool[number].tokens) if row["is_equal"] else row["counted"] or 1 + len(row["gaps_s"])
         tokens = sum(row["tokens"] for row in found["rows"])
         return Turn(tokens, found["seconds"], found["cpu"], found["rows"], list(numbers))

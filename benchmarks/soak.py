@@ -4,19 +4,20 @@ temperature.
     python benchmarks/soak.py [--tokens 1000000] [--seed 0] [--compiled | --whole-step]
                               [--case NUMBER] [--out FILE]
 
-A case draws a family of tiny random models in one of its real forms (or the demo target), its dtype, a batch of
+A case samples a family of tiny random models in one of its real forms (or the demo target), its dtype, a batch of
 requests with individual settings, including grammars over ids or over text, ends, a context, a drafter that replays the
 coming text with some wrong tokens, and a policy.  In a third of the cases ids become text by byte fallback, in a third
-the model comes with a random generation_config, and in a tenth four threads share the target, each with its own
-requests and drafter.  The same engine continues the requests twice: without a drafter, and with it in other slots.
-Unseeded requests above temperature 0 share the batch and are not compared.  The end reason and the log probabilities
-must be equal too; a text must be that of all its tokens, up to its first stop string; and the settings of a
-generation_config must give what `generate` writes.
+the model has a random generation_config, and in a tenth four threads share the target, each with its own requests and
+drafter.  The same engine continues the requests twice: without a drafter, and with it in other slots.  Unseeded
+requests above temperature 0 share the batch and are not compared.  The end reason and the log probabilities must be
+equal too; a text must be that of all its tokens, up to its first stop string; and the settings of a generation_config
+must give the same text as `generate`.
 
 In float64 a difference is a mismatch.  In float32, and in a family that computes in float32 whatever its dtype, it is a
-tie if logits moved by four times the measured difference draw both tokens from the same noise.  The measured difference
-is that between the one-row and the n-row pass, and between passes of the model alone, without a cache, over the text
-and over longer ones: an index of keys with nearly equal scores may choose differently in another shape.
+tie if logits perturbed by four times the measured difference sample both tokens from the same noise.  The measured
+difference is that between the one-row and the n-row pass, and between passes of the model alone, without a cache, over
+the text and over longer ones: an index of keys with nearly equal scores may choose differently in a pass of another
+shape.
 
 With --whole-step every drafted step is a recorded one, whose operations stand in for a CUDA graph on machines without a
 GPU; requests then only set a temperature, a seed and stop strings, and drafts use one tree per case.  Prints JSON;
@@ -81,7 +82,7 @@ FLOAT64 = 1e-10
 
 @dataclass(frozen=True)
 class Case:
-    """Everything that is drawn before anything is computed."""
+    """Everything that is sampled before anything is computed."""
 
     number: int
     family: str
@@ -111,8 +112,9 @@ class Case:
 
     @property
     def rounds(self) -> bool:
-        """Its dtype is float32, or its family computes something in float32 whatever the dtype: an index of keys, a
-        router."""
+        """Whether its dtype is float32, or its family computes something in float32 whatever the dtype (an index of
+        keys, a router).
+        """
         found = self.target.selftest
         return self.dtype == "float32" or max(found.errors.values()) > FLOAT64
 
@@ -214,13 +216,13 @@ def _target(noise: random.Random) -> tuple[str, str, TransformersTarget]:
         family = "demo" if noise.random() < 0.01 else noise.choice([*SMALL, *FORMS])
         dtype = noise.choice(["float64", "float64", "float32"])
         target = target_of(family, dtype)
-        # slow ones are kept one time in three
+        # slow ones are kept with probability one third
         if target is not None and (_is_fast(target) or noise.random() < 1 / 3):
             return family, dtype, target
 
 
 def _is_fast(target: TransformersTarget) -> bool:
-    """False if rows pass one by one, or in steps, so that each costs as much as many rows in one pass."""
+    """False if rows run one by one, or in steps, so that each costs as much as many rows in one pass."""
     return target.family.takes_uneven_rows and not target.family.is_recurrent
 
 
@@ -274,7 +276,7 @@ def _generation(noise: random.Random, vocabulary: int) -> dict[str, Any]:
 
 @functools.cache
 def byte_fallback(vocabulary: int) -> Detokenizer:
-    """As Llama 2's: half of the ids are bytes, and two in a row are often one letter."""
+    """Like Llama 2's: half of the ids are bytes, and two in a row often form one letter."""
     bytes_ = [*range(0xC2, 0xCA), 0xE3, 0xE4, 0xE5, 0xF0, *range(0x80, 0xB4)]
     names = [f"<0x{byte:02X}>" for byte in bytes_] + ["▁", "▁a", "\n", "。", "é", "▁the"]
     names = [*names, *(f"▁w{token}" if token % 3 else f"v{token}" for token in range(len(names), vocabulary))][
@@ -325,7 +327,7 @@ def _with_grammar(sampling: Sampling, target: TransformersTarget) -> Sampling:
 
 @dataclass(frozen=True)
 class Turns:
-    """A grammar over ids: none may follow one with the same remainder."""
+    """A grammar over ids: no id may follow one with the same remainder."""
 
     vocabulary: int
 
@@ -437,7 +439,7 @@ class Moody:
 
 
 def recorded(case: Case) -> Case:
-    """The case with whole steps wherever its requests and its policy allow them."""
+    """The case with whole steps wherever its requests and policy allow them."""
     width = 1 if case.target.spec.mode == "chain" else case.drafter["width"]
     return replace(
         case, threads=1, is_whole=True, drafter=case.drafter | {"soft": False, "obeys": True, "width": width},
@@ -505,7 +507,7 @@ def _in_threads(case: Case, texts: list[list[int]]) -> list[tuple[list[Written],
 
 
 def tried(case: Case) -> Outcome:
-    """As `run`; a case that crashes is a mismatch, and the soak continues."""
+    """Like `run`, but a case that crashes counts as a mismatch and the soak continues."""
     try:
         return run(case)
     except (NoStatic, HostRead) as error:
@@ -624,7 +626,7 @@ def _compare_generated(case: Case, n: int, plain: Written, outcome: Outcome) -> 
 
 
 def _close(one: list[Any], other: list[Any]) -> bool:
-    """Whether tokens and log probabilities agree; runners-up with equal values may swap."""
+    """Whether tokens and log probabilities agree; alternatives with equal values may swap."""
     return len(one) == len(other) and all(
         a.token == b.token and abs(a.logprob - b.logprob) < 1e-5 and len(a.top) == len(b.top)
         and all(abs(x[1] - y[1]) < 1e-5 for x, y in zip(a.top, b.top, strict=True))
@@ -671,7 +673,7 @@ def audit(case: Case, request: Request, tokens: list[int], wanted: int, found: i
 
 @torch.inference_mode()
 def beside_itself(target: TransformersTarget, text: list[int]) -> float:
-    """How far the model's own logits after a text move when a pass without a cache reads further."""
+    """How much the model's own logits after a text change when a pass without a cache reads further."""
 
     def behind(longer: list[int]) -> Tensor:
         logits: Tensor = target.model(input_ids=torch.tensor([longer]), use_cache=False).logits[0, len(text) - 1]
@@ -728,7 +730,7 @@ def main() -> None:
     parser.add_argument("--case", type=int, help="only this one, with its settings on stderr")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     options = parser.parse_args()
-    logging.set_verbosity_error()  # about keys that greedy decoding does not use
+    logging.set_verbosity_error()  # warnings about keys that greedy decoding does not use
     began, kept, total = time.perf_counter(), time.perf_counter(), Sum()
     first = options.case or 0
     # a stopped run still reports its results so far

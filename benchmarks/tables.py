@@ -1,7 +1,7 @@
-"""Put the tables of benchmarks/results/*.json into benchmarks/pages/*.md, each between its own markers, promises and
+"""Writes the tables of benchmarks/results/*.json into benchmarks/pages/*.md, each between its own markers, goals and
 results into RESULTS.md, and charts into charts/: `python benchmarks/tables.py`.
 
-`TABLES` names what a page shows of a result file: where its rows are, and their columns.
+`TABLES` says what a page shows of a result file: where its rows are, and their columns.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ TABLES: dict[str, list[Table]] = {
     ],
 }  # fmt: skip
 ALIASES = {"products_avx2": "products", "corpus-100m": "corpus", "soak_compiled": "soak"}
-"""Result files that show what another one does."""
+"""Result files that show the same as another one."""
 
 
 def main() -> None:
@@ -269,7 +269,7 @@ def promises(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def methods(found: dict[str, Any]) -> str:
-    """A table per column of cells, the published orders, and the drafts of a lattice beside each other."""
+    """A table per column of cells, the published orderings, and the drafts of a lattice side by side."""
     parts = [f"{found['cells']} cells (target, method, budget, seed). {provenance(found)}"]
     titles = {
         "minutes": f"Demo target, {found['training_minutes_of_one_core']:g} minutes of one core",
@@ -321,7 +321,7 @@ def _method(row: dict[str, Any]) -> list[str]:
 
 
 def _parted(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """A row of other steps or none, and whose fault that is, as far as the rows tell."""
+    """A row with differing steps or none, and whose fault that is, as far as the rows tell."""
     same = [other for other in rows if (other["kind"], other["format"]) == (row["kind"], row["format"])]
     if row["error"]:
         return f"{row['row']} (refused)"
@@ -329,7 +329,7 @@ def _parted(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 
 def engine_versions(found: dict[str, dict[str, Any]]) -> str:
-    """Per method, how far its drafts were followed in each engine."""
+    """For each method, how far its drafts were verified in each engine."""
     vllm, llama, converted = found["engines"]["rows"], found["llama_cpp"], found["gguf_converter"]["rows"]
     versions = ", ".join(dict.fromkeys(row["version"] for row in vllm))
     heads = ["method", f"vLLM {versions}, CPU", llama["llama_cpp"]["package"], "SGLang", "TensorRT-LLM", "transformers"]
@@ -350,7 +350,7 @@ def engine_versions(found: dict[str, dict[str, Any]]) -> str:
 
 
 def _followed(rows: list[dict[str, Any]]) -> str:
-    """The verdict of a method's rows in one engine as it comes; "" without rows."""
+    """The verdict on a method's rows in one unmodified engine; "" without rows."""
     rows = [row for row in rows if "mended" not in row["row"]]
     if not rows:
         return ""
@@ -361,7 +361,7 @@ def _followed(rows: list[dict[str, Any]]) -> str:
 
 
 def compared(results: dict[str, Any]) -> str:
-    """Every way on the real model by load, beside other engines: training, tokens/s, texts."""
+    """Every configuration on the real model by load, next to other engines: training, tokens/s, texts."""
     lines, alone, served = [], results["real_model"], results["real_server"]
     for row in alone["table"]:
         if row["kind"] == "all":
@@ -387,7 +387,7 @@ def _training(name: str) -> str:
 
 
 def same_text(result: dict[str, Any]) -> str:
-    """Greedy texts by way and load that are transformers' own, token for token."""
+    """Greedy texts by configuration and load that equal transformers' own, token for token."""
     load = lambda way: f"{result['slots']} clients" if way.startswith("server") else f"{result['slots']} slots"
     heads = ["way", "load", "texts", "tokens", "equal", "faults"]
     lines = [
@@ -401,7 +401,7 @@ def same_text(result: dict[str, Any]) -> str:
 
 
 def glance(results: dict[str, Any]) -> str:
-    """One line per result: what was promised, how much of it holds, and what is furthest from it."""
+    """One line per result: its goals, how many of them hold, and which is missed by most."""
     lines = [
         _line(name, promise, "0", f"{bad:,} of {every:,}", not bad) for name, promise, bad, every in counted(results)
     ]
@@ -423,7 +423,7 @@ def glance(results: dict[str, Any]) -> str:
 
 
 def counted(results: dict[str, Any]) -> list[tuple[str, str, int, int]]:
-    """What must never happen: result, promise, how often it did, of how many."""
+    """What must never happen: result, goal, how often it did, out of how many."""
     families, soak = results["families"]["totals"], results["soak"]["totals"]
     forms, engines = (
         results["every_family"]["rows"],

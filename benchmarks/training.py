@@ -6,7 +6,7 @@ measurements.
 
 The plain loop, `plain_step`, is written here: texts padded to the longest of their batch, one attention mask over all
 drafted blocks, logits of all rows at once, their gradients kept until the end.  Both train the same weights on the same
-texts in random order, alternating single steps, and restart from equal weights, so that the losses of a step can be
+texts in random order, alternating after every step, and restart from equal weights, so that the losses of a step can be
 compared.  Every position is drafted from, so no random choice differs.  Seconds are CPU time of one thread, which other
 work on the machine hardly changes; passes of the target are not included.  `products`: share of one of our steps in
 matrix products, which both loops need; `bound`: speed-up over the plain loop if nothing else took time.  `wide`: the
@@ -57,7 +57,7 @@ KINDS: dict[str, dict[str, Any]] = {
 LENGTH = {"demo": 192, "wide": 128}
 """Maximum tokens per text: with the wide vocabulary the plain loop needs gigabytes."""
 BATCH = {"demo": 4, "wide": 2}
-"""Texts that the plain loop pads at once; a step has two such batches.  Ours holds half of their tokens in memory."""
+"""Texts that the plain loop pads at once; a step has two such batches.  Ours keeps half of their tokens in memory."""
 SIZES = (6, 12)
 """Rows of the batches against which a plan, which measures four and eight, is checked."""
 PLAN_TURNS = 2
@@ -276,8 +276,9 @@ def one_peak(answers: Path, name: str, kind: str, way: str, rows: str = "") -> A
 
 
 def planned(answers: Path, name: str, kind: str) -> list[dict[str, Any]]:
-    """Predictions of two small measured steps for larger ones, and the measured times; interleaved, and the minimum
-    counts, since other programs on the machine come and go."""
+    """Predictions of two small measured steps for larger ones, and the measured times; interleaved, and the minimum is
+    used, since other programs on the machine come and go.
+    """
     turns = [
         (in_a_process(answers, name, kind, "plan"),
          {str(rows): in_a_process(answers, name, kind, "rows", str(rows)) for rows in SIZES})

@@ -32,7 +32,7 @@ _MODULES = {
     "stream": "generation",
     "train": "training.trainer",
 }
-"""Public name → its module, and its name there after a colon."""
+"""Public name → its module, with a different name there after a colon."""
 _CONFIGS = "EvaluateConfig for evaluate, TrainConfig for train, and DrafterConfig for a drafter of your own"
 
 __all__ = sorted(_MODULES)

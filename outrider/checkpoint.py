@@ -1,5 +1,5 @@
 """A drafter on disk: weights in safetensors, a manifest that binds it to its target, and, during training, the state
-for a resume.
+for resuming.
 
     checkpoint/
     ├── outrider.json         kind, config, target, taps, how it was trained
@@ -62,7 +62,7 @@ def save(
     files: copied into it under their keys; missing files are skipped.
     measured: measurements of these weights after training, by the keys of `MEASURED`.
 
-    Raises TrainingError if the disk is full or the folder can't be written; the old checkpoint stays.
+    Raises TrainingError if the disk is full or the folder can't be written; the old checkpoint is kept.
     """
     manifest = manifest_for(model, training, measured)
     with _instead_of(Path(folder)) as part:
@@ -107,8 +107,8 @@ def check_files(folder: Path) -> None:
         raise CheckpointError(f"{whole(folder)} can't be read: {error}; copy it again") from None
     if corrupt := [name for name in actual if name in expected and actual[name] != expected[name]]:
         raise CheckpointError(
-            f"{whole(folder) / corrupt[0]} is not what was written: its checksum is {actual[corrupt[0]]}, "
-            f"expected {expected[corrupt[0]]}; copy it again, or take an earlier checkpoint"
+            f"{whole(folder) / corrupt[0]} is corrupt: its checksum is {actual[corrupt[0]]}, "
+            f"expected {expected[corrupt[0]]}; copy it again, or use an earlier checkpoint"
         )
 
 
@@ -135,7 +135,7 @@ def manifest_for(
 def amend(folder: str | Path, weights: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Replace these weights and manifest keys atomically; other files are copied.
 
-    Without weights only the manifest is replaced.  Raises TrainingError as `save` does, CheckpointError without a
+    Without weights only the manifest is replaced.  Raises TrainingError like `save`, and CheckpointError if there is no
     checkpoint.
     """
     folder = Path(folder)
@@ -156,7 +156,7 @@ def amend(folder: str | Path, weights: Mapping[str, Tensor], facts: Mapping[str,
 def copy(source: Path, folder: Path, without: Collection[str] = ()) -> None:
     """Copy a checkpoint atomically, with hard links if the disk supports them.
 
-    without: files to skip.  Raises TrainingError as `save` does.
+    without: files to skip.  Raises TrainingError like `save`.
     """
     with _instead_of(folder) as part:
         for path in whole(source).iterdir():
@@ -170,7 +170,7 @@ def copy(source: Path, folder: Path, without: Collection[str] = ()) -> None:
 
 @contextmanager
 def _instead_of(folder: Path) -> Iterator[Path]:
-    """A new folder that replaces `folder` on exit; after an error the old one stays."""
+    """A new folder that replaces `folder` on exit; after an error the old one is kept."""
     part = folder.with_name(folder.name + ".part")
     old = folder.with_name(folder.name + ".old")
     try:
@@ -183,7 +183,7 @@ def _instead_of(folder: Path) -> Iterator[Path]:
             if (folder / MANIFEST).exists():
                 discard(old)
                 folder.rename(old)
-            else:  # after a crash in between, .old is the last complete one
+            else:  # after a crash in between, .old is the last complete checkpoint
                 discard(folder)
             part.rename(folder)
             sync(folder.parent)
@@ -194,14 +194,14 @@ def _instead_of(folder: Path) -> Iterator[Path]:
 
 
 def tidy(folder: Path) -> None:
-    """Delete what a crash left beside a complete checkpoint: the previous one, and an unfinished one."""
+    """Delete what a crash left next to a complete checkpoint: the previous one, and an unfinished one."""
     if (folder / MANIFEST).exists():
         for end in (".old", ".part"):
             discard(folder.with_name(folder.name + end))
 
 
 def discard(folder: Path) -> None:
-    """Delete a folder, the manifest first, so that a crash leaves no half checkpoint."""
+    """Delete a folder, the manifest first, so that a crash does not leave a partial checkpoint."""
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -270,21 +270,23 @@ def check_binding(manifest: Mapping[str, Any], target: Target, folder: str | Pat
         differences = ", ".join(f"{key} was {trained.get(key)}, is {actual[key]}" for key in wrong)
         remedy = "load the target it was trained for, or train a drafter for this one"
         if spec.quantised is not None and not spec.base_hash:
-            remedy += " (it came quantised, from unknown weights; quantise those weights here to use their drafters)"
+            remedy += (
+                " (it was already quantised, from unknown weights; quantise those weights here to use their drafters)"
+            )
         raise CheckpointError(
             f"{folder} was trained for target {trained.get('name')!r}, not for {spec.name!r}: {differences}; {remedy}"
         )
 
 
 def _differ_in_blocks(trained: str | None, served: str) -> bool:
-    """Whether two precisions differ and one of them is of a GGUF file."""
+    """Whether two precisions differ and one of them is that of a GGUF file."""
     return trained is not None and trained != served and (is_of_blocks(trained) or is_of_blocks(served))
 
 
 def trained_on(manifest: Mapping[str, Any], target: Target) -> str | None:
     """The target's precision in training, such as float32 or int8; None if unknown.
 
-    Older manifests do not name it: `unquantised weights` if the hashes show that.
+    Older manifests do not record it; then `unquantised weights` if the hashes show that.
     """
     precision: str | None = manifest["target"].get("precision")
     is_base = target.spec.quantised and manifest["target"].get("weights_hash") == target.spec.base_hash
@@ -292,7 +294,7 @@ def trained_on(manifest: Mapping[str, Any], target: Target) -> str | None:
 
 
 def check_taps(manifest: Mapping[str, Any], model: DraftModel, folder: str | Path) -> None:
-    """Refuse a checkpoint whose taps are not those of its config."""
+    """Refuse a checkpoint whose taps differ from those of its config."""
     if (taps := manifest["taps"]) != list(model.taps):
         raise CheckpointError(
             f"{folder} was trained on taps {taps}, but its config gives {list(model.taps)}; set drafter.taps to "
@@ -331,12 +333,12 @@ def load_weights(folder: str | Path, model: nn.Module) -> None:
 
 
 def has_state(folder: str | Path) -> bool:
-    """Whether a checkpoint has the state for a resume."""
+    """Whether a checkpoint has the state for resuming."""
     return (whole(folder) / TRAINING).exists()
 
 
 def load_state(folder: str | Path) -> dict[str, Tensor] | None:
-    """The state for a resume, or None if the checkpoint has only weights."""
+    """The state for resuming, or None if the checkpoint has only weights."""
     path = whole(folder) / TRAINING
     try:
         return load_file(regular(path)) if path.exists() else None
@@ -380,7 +382,7 @@ def config_of(manifest: Mapping[str, Any], folder: str | Path, target: Target) -
     """The drafter's settings, completed for older manifests.
 
     Missing sizes have the defaults from before sizes came from the target; a missing mask token is learnt if the
-    weights have one, else the tokenizer's.
+    weights have one, otherwise the tokenizer's.
     """
     schema = find(manifest["kind"]).Config
     config = {**(FORMER if issubclass(schema, LayerConfig) else {}), **manifest["config"]}

@@ -100,7 +100,9 @@ class Config(BaseModel):
 
 
 def _hint(key: str, fields: Iterable[str]) -> str:
-    """The end of a message about an unknown key: the name of another trainer's setting here, or the nearest field."""
+    """The end of a message about an unknown key: what another trainer's setting is called here, or the nearest
+    field.
+    """
     paths = {name: [path for path, names in ELSEWHERE.items() if name in names.split()] for name in OTHER_NAMES | {key}}
     here = {name: [leaf for path in of if (leaf := path.rpartition(".")[2]) in fields] for name, of in paths.items()}
     matches = here[key] or paths[key]
@@ -131,7 +133,7 @@ def _coerced(annotation: Any, value: Any) -> Any:
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:
-    """The end of a message about an unknown word: the nearest candidate, or all of them.  Ignores case and dashes."""
+    """The end of a message about an unknown word: the nearest candidate, or a list of all.  Ignores case and dashes."""
     plain = {re.sub(r"[\W_]", "", name).lower(): name for name in candidates}
     close = difflib.get_close_matches(re.sub(r"[\W_]", "", word).lower(), plain, 1)
     return f"; did you mean {plain[close[0]]!r}?" if close else f"; known: {', '.join(sorted(plain.values()))}"
@@ -153,7 +155,7 @@ def build(schema: type[T], values: Mapping[str, Any], where: str = "") -> T:
 
 
 def _shown(value: Any) -> str:
-    """A value for an error message, cut if it is long."""
+    """A value for an error message, truncated if it is long."""
     text = repr(value)
     return text if len(text) <= 400 else f"{text[:396]} ..."
 
@@ -166,11 +168,11 @@ def read(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"can't read run file {path}: {error}; give a readable file in UTF-8") from None
     values = _parsed(text, str(path))
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a mapping such as `target: demo`, not {type(values).__name__}")
+        raise ConfigError(f"{path} must contain a mapping such as `target: demo`, not {type(values).__name__}")
     lines: dict[str, int] = {}
     for key, line in _keys(yaml.compose(text, yaml.SafeLoader)):
         if key in lines:
-            raise ConfigError(f"{path}, line {line}: {key} is set twice, in line {lines[key]} too; leave one out")
+            raise ConfigError(f"{path}, line {line}: {key} is set twice, first in line {lines[key]}; leave one out")
         lines[key] = line
     return values
 
@@ -187,7 +189,7 @@ def located(path: str | Path, overrides: Iterable[str] = ()) -> Iterator[None]:
 
 
 def _text(path: str | Path) -> str:
-    """The text of a file, up to a character more than a run file may have.  Raises OSError and UnicodeDecodeError."""
+    """The text of a file, up to one character more than a run file may have.  Raises OSError and UnicodeDecodeError."""
     with regular(Path(path)).open(encoding="utf-8") as file:
         return file.read(LONGEST + 1)
 
@@ -252,8 +254,10 @@ LONGEST, MOST_NODES, DEEPEST = 2**19, 50_000, 50
 def _parsed(text: str, what: str) -> Any:
     """Parse YAML.  Raises ConfigError, beginning with `what`, if it is invalid or exceeds the limits."""
     if len(text) > LONGEST:
-        raise ConfigError(f"{what[:80]} has {len(text)} characters, the most are {LONGEST}; name files in it instead")
-    if _brackets(text) > 4 * DEEPEST:  # checked first, since scanning takes quadratic time in this
+        raise ConfigError(
+            f"{what[:80]} has {len(text)} characters, more than the limit of {LONGEST}; refer to files in it instead"
+        )
+    if _brackets(text) > 4 * DEEPEST:  # checked first, since scanning takes time quadratic in the depth
         raise ConfigError(f"{what[:80]} is nested too deeply; correct it")
     try:
         loader = yaml.SafeLoader(text)
@@ -278,14 +282,14 @@ def _brackets(text: str) -> int:
 def _size(node: Any, sizes: dict[int, int], depth: int = 0) -> int:
     """Number of values in a YAML node; aliases count each time.  Raises ValueError for too many, and for recursion."""
     if id(node) not in sizes:
-        sizes[id(node)] = MOST_NODES  # while it is counted, so that a node inside itself exceeds the limit
+        sizes[id(node)] = MOST_NODES  # counted on the way, so that a node inside itself exceeds the limit
         if depth > DEEPEST:
             raise ValueError(f"it is nested deeper than {DEEPEST}")
         parts = node.value if isinstance(node, yaml.CollectionNode) else ()
         both = itertools.chain(*parts) if isinstance(node, yaml.MappingNode) else parts
         sizes[id(node)] = 1 + sum(_size(part, sizes, depth + 1) for part in both)
     if sizes[id(node)] > MOST_NODES:
-        raise ValueError(f"it has more than {MOST_NODES} values, or one that holds itself")
+        raise ValueError(f"it has more than {MOST_NODES} values, or one that contains itself")
     return sizes[id(node)]
 
 
@@ -306,7 +310,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object from a file.  Raises OSError or ValueError if it can't be read.
 
-    Duplicate keys are refused, since parsers differ in which one they take.
+    Duplicate keys are refused, since parsers differ in which one they use.
     """
     try:
         value = json.loads(whole_text(path), object_pairs_hook=once)

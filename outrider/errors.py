@@ -34,7 +34,9 @@ def masked(text: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of another library's error, for use in a message; with the next one if that is only announced."""
+    """The first line of another library's error, for use in a message; includes the next line if the first only
+    introduces it.
+    """
     first, _, rest = str(error).strip().partition("\n")
     return f"{first} {rest.strip().partition(chr(10))[0].strip()}" if first.endswith(":") and rest.strip() else first
 
@@ -48,7 +50,7 @@ def _cut(text: str) -> str:
 
 
 class OutriderError(Exception):
-    """Base of all errors below; a long message is cut, and secrets in it are masked."""
+    """Base of all errors below; long messages are truncated, and secrets in them are masked."""
 
     def __init__(self, *args: object):
         super().__init__(*(masked(_cut(arg)) if isinstance(arg, str) else arg for arg in args))

@@ -98,20 +98,18 @@ def generate(
     temperature, top_p, top_k, seed: as in `Sampling`, which has more settings; give these or `sampling`.
     sampling: by default the model's generation_config, which is usually greedy; a given one replaces all of it except
     the end tokens.
-    policy: how much is drafted: `auto`, the default, drafts as much as pays by measured step times, and nothing if
-    plain steps are faster; `fixed`, all that the drafter offers; or a policy of your own.
-    verification: `standard`; `block`, which accepts more of a sampled chain and is exact too; or, only with
-    allow_lossy=True, `typical`, `relaxed` (see `policies.lossy`), `relay`, `scorer` or `counterfactual`, which need
-    settings, such as `relay(cues=cues.json)`.  The judge of `policies.named.judge(name)` has the `distance` of lossy
-    texts from the target's distribution, and `figures` of what it gained.
-    memory_gb: memory limit of the KV cache, in GB.  Prompts wait until they fit; on a GPU all slots must fit.  A prompt
-    that can never fit is refused before anything is computed.
-    shared_noise: a seed fixes the text, whatever drafts for it; False accepts more of a sampled draft, and a seed then
-    fixes the noise alone, as it does with `block` and lossy verifications.
-    halves: verify half of the prompts while the other half is drafted, for a drafter on a device of its own; each
-    half has half of the slots, a thread, and on a GPU a stream.  The texts are the same.
-    Raises DataError for a prompt that is empty or does not fit the context, ConfigError for a stop string that can
-    never match, before anything is computed.
+    policy: how much is drafted: `auto`, the default, drafts as much as pays off according to measured step times, and
+    nothing if plain steps are faster; `fixed`, everything the drafter offers; or a policy of your own.  verification:
+    `standard`; `block`, which accepts more of a sampled chain and is exact too; or, only with allow_lossy=True,
+    `typical`, `relaxed` (see `policies.lossy`), `relay`, `scorer` or `counterfactual`, which need settings, such as
+    `relay(cues=cues.json)`.  The judge of `policies.named.judge(name)` has the `distance` of lossy texts from the
+    target's distribution, and `figures` of its gain.  memory_gb: memory limit of the KV cache, in GB.  Prompts
+    wait until they fit; on a GPU all slots must fit.  A prompt that can never fit is refused before anything is
+    computed.  shared_noise: a seed fixes the text, whatever the drafter; False accepts more of a sampled draft, and a
+    seed then fixes only the noise, as it does with `block` and lossy verification.  halves: verify half of the prompts
+    while the other half is drafted, for a drafter on a separate device; each half has half of the slots, its own thread
+    and, on a GPU, its own stream.  The texts are the same.  Raises DataError for a prompt that is empty or does not fit
+    the context, ConfigError for a stop string that can never match, before anything is computed.
     """
     judge = named.judge(verification, allow_lossy)
     sampling = _sampling(sampling, temperature, top_p, top_k, seed)
@@ -183,7 +181,7 @@ def stream(
     verification: str | SamplingJudge = "standard", allow_lossy: bool = False, stop: Sequence[str] = (),
     slots: int = 16, memory_gb: float | None = None, shared_noise: bool = True,
 ) -> Iterator[Piece]:  # fmt: skip
-    """As `generate`, step by step: (prompt index, new tokens, new text, number of accepted draft tokens)."""
+    """Like `generate`, but step by step: (prompt index, new tokens, new text, number of accepted draft tokens)."""
     judge = named.judge(verification, allow_lossy)
     sampling = _sampling(sampling, temperature, top_p, top_k, seed)
     target = as_target(target)
@@ -256,7 +254,8 @@ def batch(
     if other is not None and other.requests:
         raise ConfigError("this judge belongs to another batch; make one for each batch with policies.named.judge")
     judge.kernels = acceptance_kernels(target.device)
-    is_shared = shared_noise and judge.rule is None  # another acceptance rule shares no draws with plain decoding
+    # another acceptance rule does not share samples with plain decoding
+    is_shared = shared_noise and judge.rule is None
     state = DecodeState(
         slots, target.spec.context, target.ends if ends is None else ends, target.device, judge, is_shared
     )
@@ -269,7 +268,7 @@ def requests(
     streamed: bool = True, continues: bool | None = None,
 ) -> list[Request]:  # fmt: skip
     """The requests for these arguments of `generate`, checked.  Texts that are neither streamed nor searched for stop
-    strings are detokenized at their end.
+    strings are detokenized once, at the end.
 
     continues: whether the answer continues the text of the prompt; by default true except for chats.
     """
@@ -318,7 +317,7 @@ def _resolved(sampling: Sampling, target: Target, max_new_tokens: int) -> Sampli
 def _sampling(
     sampling: Sampling | None, temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None
 ) -> Sampling | None:
-    """`sampling`, or one made of the separate settings."""
+    """`sampling`, or one built from the separate settings."""
     settings: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     settings = {name: value for name, value in settings.items() if value is not None}
     if not settings:
@@ -338,8 +337,9 @@ def as_target(target: T | str | Path) -> T | TransformersTarget:
 
 
 def as_drafter(drafter: DrafterLike, target: Target) -> Drafter:
-    """The drafter itself, or the one of this name, which is loaded.  Raises as `load_drafter`, DrafterError if it does
-    not fit."""
+    """The drafter itself, or the one of this name, which is loaded.  Raises the errors of `load_drafter`, and
+    DrafterError if it does not fit.
+    """
     if isinstance(drafter, str | Path):
         return load_drafter(drafter, target)
     if not isinstance(drafter, Drafter):
@@ -353,8 +353,9 @@ def as_drafter(drafter: DrafterLike, target: Target) -> Drafter:
 def as_drafters(
     drafters: DrafterLike | Iterable[DrafterLike] | Mapping[str, DrafterLike], target: Target
 ) -> dict[str, Drafter]:
-    """One or several drafters by name; the name of a kind or a folder is the kind or folder itself.  Raises as
-    `as_drafter`."""
+    """One or several drafters by name; the name of a kind or a folder is the kind or folder itself.  Raises the errors
+    of `as_drafter`.
+    """
     if isinstance(drafters, Mapping):
         return {str(name): as_drafter(drafter, target) for name, drafter in drafters.items()}
     unnamed = [drafters] if isinstance(drafters, DrafterLike) else list(drafters)

@@ -58,14 +58,14 @@ def load_drafter(
     A folder is a checkpoint or a published draft model: speculators, EAGLE, EAGLE-3, DFlash, DSpark, Medusa and the
     other formats of `outrider formats`; a GGUF file is given by its own path.  A trained drafter accepts only settings
     that its weights do not depend on, such as a dflash2's nodes.  A trainable kind without a checkpoint has random
-    weights.  device: where it runs; by default where its config says, else the target's device.  quantize: `q8_0`,
+    weights.  device: where it runs; by default the device in its config, otherwise the target's.  quantize: `q8_0`,
     `q4_0`, `q4_k` or `int8` rounds the linear layers of the draft model, independent of the target; layers shared with
-    the target stay.  A
-    checkpoint trained on the unquantised weights of a quantised target fits it; the log reports it.
+    the target are not rounded.  A checkpoint trained on the unquantised weights of a quantised target works with it;
+    the log reports this.
 
     Raises ConfigError for an unknown name or setting, CheckpointError for a checkpoint that is damaged or was made for
     another target, ExportError for a published folder that can't be read or does not fit, DrafterError for a drafter
-    that needs hidden states which the target does not send.
+    that needs hidden states that the target does not send.
     """
     if isinstance(target, str | Path):
         raise ConfigError(f"target must be loaded, got {target!r}; give load_target({str(target)!r})")
@@ -76,7 +76,7 @@ def load_drafter(
         if quantize is not None:
             config["quantize"] = quantize
         settings = build(module.Config, {"kind": name, **config}, "drafter")
-        # a drafter made of others loads them with this function, which its layer can't import
+        # a drafter that combines others loads them with this function, which its layer can't import
         loader = {"load": load_drafter} if "load" in inspect.signature(module.build).parameters else {}
         device = device or getattr(settings, "device", None)
         return _on_device(lambda target: module.build(settings, target, **loader), target, device)
@@ -110,7 +110,7 @@ def load_drafter(
 def draft_model(source: str | Path | Source, target: Any) -> DraftModel:
     """The draft model of a checkpoint or a published folder, frozen, on the target's device and in its precision.
 
-    Raises as `load_drafter` does.
+    Raises the errors of `load_drafter`.
     """
     source = source if isinstance(source, Source) else describe(source)
     if source.format is None:
@@ -185,7 +185,7 @@ def _refuse_without_layers(name: str, kind: str, target: Target) -> None:
     model = trained(kind)
     if not target.spec.layers and model is not None and model.reads_target:
         raise DrafterError(
-            f"{name} reads hidden states, which {target.spec.name} does not send; take ngram, suffix or small_model"
+            f"{name} reads hidden states, which {target.spec.name} does not send; use ngram, suffix or small_model"
         )
 
 
@@ -199,7 +199,9 @@ def _log_precision(manifest: Mapping[str, Any], target: Target, name: str) -> No
 
 
 def _on_device(make: Callable[[Target], Drafter], target: Target, device: str | torch.device | None) -> Drafter:
-    """A drafter for `target`, made on `device`.  If the target is compiled, its steps use compiled ones on disk."""
+    """A drafter for `target`, created on `device`.  If the target is compiled, the drafter's steps use compiled
+    packages on disk.
+    """
     place = target.device if device is None else torch.empty(0, device=device).device  # cuda is cuda:0
     if place != target.device:
         return RemoteDrafter(make(target.copy_to(place)), place)

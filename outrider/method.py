@@ -21,15 +21,15 @@ class Method:
     """How it drafts, for time estimates: a pass per token, one pass per block, or a lookup without a model.  None: it
     must be timed."""
     usual: int = 0
-    """Position among the methods that a plan compares by default; 0 for none."""
+    """Position among the methods that a plan compares by default; 0 if it is not among them."""
     is_added: bool = False
-    """A plan that can measure also considers it."""
+    """Whether a plan that can measure also considers it."""
     is_model: bool = False
-    """It drafts with another language model, named by the user."""
+    """Whether it drafts with another language model, chosen by the user."""
     is_untrained: bool = False
-    """Engines run it without a folder: it is not trained, or is part of the target."""
+    """Whether engines run it without a folder, because it is not trained or is part of the target."""
     tokens: int = 4
-    """Draft tokens per step in an engine, if neither folder nor settings say."""
+    """Draft tokens per step in an engine, if neither folder nor settings specify them."""
     length: str = "length"
     """The setting with the draft length: length, block or heads."""
     chain: Mapping[str, Any] = field(default_factory=dict)
@@ -52,7 +52,8 @@ class Method:
     """Formats whose folders may omit the layers, because engines guess them correctly."""
     in_anchor: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
     """For block drafters, format → the key that says whether the anchor's slot drafts too, and the default.  An empty
-    format stands for all others; an empty key for one that does not exist."""
+    format stands for all others, an empty key for a key that does not exist.
+    """
 
     @property
     def is_fixed(self) -> bool:

@@ -31,13 +31,13 @@ def check_parts(count: int, parts: int) -> None:
 
 
 class Weights(Protocol):
-    """How weights, gradients and moments are distributed over the processes of a training."""
+    """How weights, gradients and moments are distributed over the processes of a training run."""
 
     def spread(self, model: DraftModel) -> None:
         """Distribute a model, equal in every process, in place; before the optimiser is created."""
 
     def reduce(self, model: nn.Module, value: T) -> list[T]:
-        """All-reduce the gradients.  Returns `value` of every process, by rank, which is sent along."""
+        """All-reduce the gradients.  Returns `value` of every process, by rank, sent along with them."""
 
     def full(self, value: Tensor) -> Tensor:
         """A weight, moment or norm as one plain tensor; collective."""
@@ -82,7 +82,7 @@ class Whole:
 
 
 class Processes(Protocol):
-    """The processes of a training, seen from one of them."""
+    """The processes of a training run, as seen by one of them."""
 
     rank: int
     """Rank of this process, from 0; rank 0 writes files and prints."""

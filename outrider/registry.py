@@ -27,14 +27,16 @@ class Registry:
     """Modules of one kind, by name."""
 
     def __init__(self, what: str, packages: Sequence[str], group: str):
-        """what: name of the kind in errors.  packages: whose files and folders are modules.  group: of entry points."""
+        """what: name of the kind in errors.  packages: those whose files and folders are modules.  group: the entry
+        points' group.
+        """
         self.what = what
         self.packages = packages
         self.group = group
         self._files: dict[str, str] = {}
 
     def add_file(self, path: Path) -> str:
-        """Make the module of a file known in this process; returns its name.
+        """Register the module in a file for this process; returns its name.
 
         Raises ConfigError for a missing file, and for a name already taken by another module.
         """
@@ -101,8 +103,8 @@ def literals(module: str, constant: str) -> dict[str, Any]:
 
 
 def keys(module: str, constant: str, beside: str) -> tuple[str, ...]:
-    """The string keys of a mapping in a module: in the file `beside` of its folder if there is one, else in its own.
-    Empty without one.
+    """The string keys of a mapping in a module: in the file `beside` of its folder if there is one, otherwise in the
+    module's own file.  Empty without one.
 
     The module is parsed, not imported.  Raises ConfigError if that fails.
     """

@@ -15,7 +15,7 @@ from outrider.storage.trusted import regular
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers for a checkpoint, by name; tied ones once, under their first name."""
+    """Parameters and buffers for a checkpoint, by name; tied ones only once, under their first name."""
     names: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     for name, weight in state.items():
@@ -50,7 +50,7 @@ def rounded(weights: Mapping[str, Tensor]) -> list[str]:
 
 
 def mistyped(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Names of weights that are floating-point and should not be, or the reverse; a mask may be stored as integers."""
+    """Names of weights that are floating-point and should not be, or vice versa; a mask may be stored as integers."""
     return [
         name for name, weight in weights.items()
         if weight.is_complex() or weight.is_floating_point() != expected[name].is_floating_point()

@@ -538,7 +538,7 @@ FAULTS = [
     ),
     fault(
         "a package reads the embedding where the output layer has become another weight",
-        ("Compiled.renew", '        self._key = ""  # tied weights may be separate now\n', ""),
+        ("Compiled.renew", '        self._key = ""  # tied weights may be separate by now\n', ""),
     ),
     fault(
         "layers that were replaced after loading are read as they were, and text is silently wrong",

@@ -215,9 +215,9 @@ def test_kernels_that_accept_otherwise_are_not_taken(monkeypatch):
     assert selection.difference(gpu_acceptance, device) == ""
     read, sample = gpu_acceptance.read, gpu_acceptance.sample
     for name, fault, reason in (
-        ("read", lambda *own: (rows := read(*own))._replace(coins=rows.coins.flip(0)), "accept other tokens"),
+        ("read", lambda *own: (rows := read(*own))._replace(coins=rows.coins.flip(0)), "accept different tokens"),
         ("likeliest", lambda logits: likeliest(logits).flip(0), "greedy"),
-        ("sample", lambda *own: sample(*own[:3], 0), "draw other tokens"),
+        ("sample", lambda *own: sample(*own[:3], 0), "sample different tokens"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(gpu_acceptance, name, fault)

@@ -181,7 +181,7 @@ WRONG = [
     (DSPARK + "train:\n  loss:\n    klt: 1\n", "a.yaml, line 4: train.loss: unknown loss 'klt'; did you mean 'kl'"),
     (DSPARK + "train: {steps: 2, epochs: 2}\n", "leave one out"),
     ("target: demo\ndrafter:\n  kind: ngram\n bad: 1\n", "a.yaml, line 4, column 2, is not YAML: "),
-    (NGRAM + "target: other\n", "a.yaml, line 3: target is set twice, in line 1 too"),
+    (NGRAM + "target: other\n", "a.yaml, line 3: target is set twice, first in line 1"),
 ]  # fmt: skip
 
 

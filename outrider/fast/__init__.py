@@ -1,7 +1,7 @@
-"""Functions compiled ahead of time for this CPU and stored on disk, so that later processes only load them.
+"""Functions compiled ahead of time for this CPU and stored on disk, so that later processes only have to load them.
 
 torch.export traces a function with dynamic sizes, inductor compiles it with the weights frozen in the order in which
-its kernels read them, and the package is loaded in a fraction of a second.  Nothing is compiled again for another size.
+its kernels read them, and loading the package takes a fraction of a second.  Nothing is recompiled for another size.
 Without a C++ compiler there is no fast path, but everything else works.
 """
 
@@ -37,7 +37,7 @@ from outrider.storage import trusted
 log = logging.getLogger(__name__)
 
 AWAIT_S = 2.0
-"""Seconds between checks for a graph that another process builds."""
+"""Seconds between checks for a graph that another process is building."""
 
 
 class Graph:
@@ -83,7 +83,7 @@ class Graph:
 def compile_passes(drafter: Drafter, unasked: bool = False) -> float:
     """Compile a drafter's own passes; returns the seconds it took.  Raises NotCompiled with the reason if it can't.
 
-    unasked: skip those with a package and those that are known to fail.
+    unasked: skip those that have a package and those that are known to fail.
     """
     return sum(step.get(build=True) for step in drafter.steps if not unasked or step.is_possible)
 
@@ -112,7 +112,7 @@ class Compiled:
         self._weights: list[Tensor] = []
         self._version = -1
         self._awaited_at: float | None = None
-        """When to check next for a graph that another process builds; None if none does."""
+        """When to check next for a graph that another process is building; None if there is none."""
         self._checked_for: Callable[[], Any] = lambda: None
         self._is_sound = False
 
@@ -146,14 +146,14 @@ class Compiled:
             self._take_package(path)
             return seconds
         with shelf.building(self._path(holds_weights=False)):
-            path = self._on_disk()  # another process may have built it meanwhile
+            path = self._on_disk()  # another process may have built it in the meantime
             if path is None:
                 path, seconds = self._build()
             self._take_package(path)
         return seconds
 
     def _plain_model(self) -> nn.Module:
-        """As `model`.  Raises NotCompiled for quantised weights too."""
+        """As `model`.  Also raises NotCompiled for quantised weights."""
         model = self.model()
         if any(map(is_traceable_wrapper_subclass, model.parameters())):
             raise NotCompiled(
@@ -192,7 +192,9 @@ class Compiled:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether there is a package of this model, in use or not; for models whose steps can be traced."""
+        """Whether there is a package of this model, whether or not it is in use; for models whose steps can be
+        traced.
+        """
         return self._on_disk() is not None
 
     def await_graph(self) -> None:
@@ -278,7 +280,7 @@ class Compiled:
         return path, seconds
 
     def trials(self) -> list[tuple[Any, ...]]:
-        """Arguments of the passes on which ways of compiling are timed."""
+        """Arguments of the passes on which the ways of compiling are timed."""
         return [self.example()[1]]
 
     def plain(self) -> Callable[..., Any]:
@@ -312,9 +314,9 @@ class Compiled:
         return _version(self._weights) != self._version
 
     def renew(self) -> None:
-        """Load the graph again, since weights changed; if none is on disk, steps are plain from now on."""
+        """Reload the graph, since weights changed; if none is on disk, steps are plain from now on."""
         had, self.graph = self.graph is not None, None
-        self._key = ""  # tied weights may be separate now
+        self._key = ""  # tied weights may be separate by now
         self._checked_for = lambda: None
         if had:
             self._version = -1
@@ -341,8 +343,9 @@ class Compiled:
         raise NotImplementedError
 
     def compare(self, graph: Runnable) -> str:
-        """How much logits differ from the plain path's, if rounding does not explain it; else "".  Tests sizes of 1
-        too."""
+        """How much logits differ from the plain path's, if rounding does not explain it; otherwise "".  Also tests
+        sizes of 1.
+        """
         raise NotImplementedError
 
 
@@ -361,7 +364,7 @@ def flat(arguments: Sequence[Tensor | list[Tensor]]) -> list[Tensor]:
 
 
 def dense(tensor: Tensor, *shape: int) -> Tensor:
-    """Expanded to this shape, and contiguous: a package assumes the strides that it was compiled with."""
+    """Expanded to this shape and contiguous: a package assumes the strides that it was compiled with."""
     return tensor.expand(*shape).contiguous()
 
 

@@ -34,7 +34,9 @@ from outrider.targets.protocol import members_of
 
 
 def noise_keys(streams: Streams, depths: int) -> Tensor:
-    """Keys [B, depths] int64 with which `race` draws what `Streams.draw` draws at depths 0 to `depths` - 1."""
+    """Keys [B, depths] int64 with which `race` samples the same tokens as `Streams.draw` at depths 0 to
+    `depths` - 1.
+    """
     seeded = None if streams.seeded is None else streams.seeded[:, None]
     wide = Streams(streams.seeds[:, None], streams.index[:, None], seeded)
     return wide.key(torch.arange(depths, device=streams.seeds.device), Purpose.DRAFT)
@@ -49,8 +51,8 @@ def real(new: int, counts: Tensor, width: int) -> Tensor:
 def seen(layout: PassLayout, new: int, counts: Tensor, width: int, window: int | None) -> Tensor:
     """The columns that a block's slots attend to, [R, width, end] bool: those before the pass, and `real` ones of it.
 
-    window: number of positions back from each slot, its own included, at least `width`; None for all.  A block's own
-    columns are never before their positions, so the window does not cut them off.
+    window: number of positions back from each slot, including its own, at least `width`; None for all.  A block's own
+    columns are never before their positions, so the window does not exclude them.
     """
     mask = layout.mask(real(new, counts, width))
     if window is None:
@@ -63,7 +65,7 @@ class CompiledBlock(Compiled):
     """Blocks as one graph: taps in, tokens and confidences out.  New taps are padded to at least one."""
 
     def __init__(self, traced: Greedy | Drawn, code: Sequence[ModuleType]):
-        """code: other modules with the model's code."""
+        """code: other modules that contain code of the model."""
         super().__init__()
         self.traced, self.name, self.code = traced, traced.name, code
         self.backbone: Any = traced.draft.backbone
@@ -71,10 +73,10 @@ class CompiledBlock(Compiled):
     def run(
         self, taps: Tensor, state: DecodeState, counts: Sequence[int], cache: SlotCache
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """One block per slot after taps [R, C, T, H], of which counts[b] are real, in a pass of `cache` that stays
+        """One block per slot after taps [R, C, T, H], of which counts[b] are real, in a pass of `cache` that is left
         open.
 
-        Returns nodes [R, N], the distributions that they were drawn from [R, N, V] or None, and confidences [R, K].
+        Returns nodes [R, N], the distributions that they were sampled from [R, N, V] or None, and confidences [R, K].
         """
         rows, noise, anchors = state.rows, self.traced.noise(state), state.anchor
         if not taps.shape[1]:
@@ -104,7 +106,7 @@ class CompiledBlock(Compiled):
         return self._allowance().exceeded(loss)
 
     def _allowance(self) -> Tolerance:
-        """The loss of the dtype on these passes; if that can't be measured, 64 rounding units."""
+        """The precision loss of the dtype on these passes; if that can't be measured, 64 rounding units."""
         dtype: torch.dtype = self.backbone.fc.weight.dtype
         exact = self.exact()
         with prepacked.disabled():
@@ -117,7 +119,7 @@ class CompiledBlock(Compiled):
         return Tolerance(most, most)
 
     def exact(self) -> list[tuple[Tensor, Tensor]] | None:
-        """`predicted` with the same weights in float64, or in float32 if these are float64; None if the target can't be
+        """`predicted` with the same weights in float64, or in float32 if they are float64; None if the target can't be
         copied."""
         target, other = self.backbone.target, compared_with(self.backbone.fc.weight.dtype)
         exact = converted(target, other) if isinstance(target, TransformersTarget) else None
@@ -163,7 +165,7 @@ class CompiledBlock(Compiled):
 def alike(
     one: Sequence[tuple[Tensor, Tensor]], other: Sequence[tuple[Tensor, Tensor]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """What two ways predict, as long as the tokens before are equal: after a tie all may differ."""
+    """What two ways predict, as long as the preceding tokens are equal: after a tie everything may differ."""
     for (nodes, values), (others, other_values) in zip(one, other, strict=True):
         same = nn.functional.pad((nodes == others).long().cumprod(-1), (1, 0), value=1)[:, :-1, None]
         yield values * same, other_values * same
@@ -178,7 +180,7 @@ class _Traced(nn.Module):
         super().__init__()
         self.draft = model
         target: Any = self.draft.backbone.target
-        target = next(iter(members_of(target)), target)  # of an ensemble, the first one's are used
+        target = next(iter(members_of(target)), target)  # for an ensemble, the first member's are used
         whole: Any = getattr(target, "model", None)
         borrowed = [] if whole is None else [whole.get_input_embeddings()]
         if self.draft.reduced is not None:
@@ -228,7 +230,7 @@ class Greedy(_Traced):
 
 
 class Drawn(_Traced):
-    """Blocks drawn at a temperature: tokens, their distributions, and confidences."""
+    """Blocks sampled at a temperature: tokens, their distributions, and confidences."""
 
     name, draws = "block-drawn", True
     tokens: Tensor

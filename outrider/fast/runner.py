@@ -1,4 +1,6 @@
-"""Selects the runner of a batch: whole steps, if a test on a few prompts shows that they write what plain ones do."""
+"""Selects the runner of a batch: whole steps, if a test on a few prompts shows that they generate the same text as
+plain ones.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,16 @@ from outrider.targets.hf.proof.selftest import plain_words
 log = logging.getLogger(__name__)
 
 PROMPTS, NEW = (3, 9, 5), 16
-"""Tokens of the test's prompts and of each answer; two slots serve them."""
+"""Number of tokens of the test's prompts and of each answer; two slots serve them."""
 
 _differences: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], str]] = weakref.WeakKeyDictionary()
 """Results of `wrong`, by drafter, or by target if nothing is drafted."""
 
 
 Use = Literal["none", "known", "built"]
-"""Which whole steps are used: none; those of a GPU and of packages on disk; or these, and missing packages built."""
+"""Which whole steps are used: none; those of a GPU and of packages on disk; or these plus missing packages, which are
+built.
+"""
 _use: ContextVar[Use] = ContextVar("use", default="known")
 
 
@@ -56,7 +60,7 @@ class Runner(NamedTuple):
     """The runner of a batch's steps."""
 
     whole: WholeSteps | None
-    """For the steps that requests allow; None if all steps are of several calls."""
+    """For the steps that requests allow; None if all steps take several calls."""
     words: str
     """Which it is, and why."""
 
@@ -73,9 +77,11 @@ def runner_of(target: Any, drafter: Drafter, state: DecodeState, length: int) ->
         kernels, builds = acceptance_kernels(target.device), _use.get() == "built"
         if difference := wrong(target, drafter):
             log.warning(
-                "steps are of several calls: whole ones of %s write other texts (%s)", target.spec.name, difference
+                "steps take several calls: whole steps of %s generate different texts (%s)",
+                target.spec.name,
+                difference,
             )
-            raise NoStatic(f"whole ones write other texts ({difference})")
+            raise NoStatic(f"whole steps generate different texts ({difference})")
         if _use.get() == "known" and target.device.type != "cuda" and not _pays(target, drafter):
             raise NoStatic("these are no slower on this machine")
         return Runner(WholeSteps(target, drafter, slots, length, ends, kernels, builds=builds), WHOLE)
@@ -94,7 +100,7 @@ def _refuse(target: Any) -> None:
     if not is_compiled(target):
         raise NoStatic("the target's passes are not compiled")
     if use == "known" and target.device.type != "cuda" and not is_on_disk():
-        raise NoStatic("no package of whole ones was built on this machine")
+        raise NoStatic("no package of whole steps was built on this machine")
 
 
 def is_on_disk() -> bool:
@@ -163,7 +169,7 @@ def _requests(target: Any) -> list[Request]:
 
 
 def _ways(target: Any, drafter: Drafter) -> dict[str, Callable[[], list[list[int]]]]:
-    """What both runners write for the test's requests."""
+    """What both runners generate for the test's requests."""
     policy, kernels, builds = named.policy("fixed", drafter), acceptance_kernels(target.device), _use.get() == "built"
     whole = WholeSteps(target, drafter, 2, max(PROMPTS) + NEW, frozenset(), kernels, builds=builds)
 

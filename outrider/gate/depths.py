@@ -34,7 +34,7 @@ def acceptance(comparison: MatchedReports) -> Iterator[Test | Part]:
             if depth >= len(new.reached) or min(new.reached[depth], old.reached[depth]) < FEWEST_DRAFTS:
                 yield silent(where, f"fewer than {FEWEST_DRAFTS} drafts reach it in one of the reports")
                 continue
-            # half a draft more on either side gives a share of 0 a logarithm
+            # half a draft more on either side, so that a share of 0 has a logarithm
             sides = [(d.accepted[depth] + 0.5, d.reached[depth] + 1.0) for d in (new, old)]
             shares = [accepted / reached for accepted, reached in sides]
             error = math.sqrt(sum(max(0.0, 1 - share) / n for share, (n, _) in zip(shares, sides, strict=True)))
@@ -49,7 +49,7 @@ def skew(comparison: MatchedReports) -> Iterator[Test | Part]:
         predicted = _predicted([pair.new for pair in pairs])
         if measured is None or not predicted:
             missing = "what training predicted" if measured else "acceptance by depth"
-            yield silent(group.name, f"the candidate does not say {missing}")
+            yield silent(group.name, f"the candidate's report lacks {missing}")
             continue
         widened = math.sqrt(_clustering(pairs, measured))
         before = _skews(summed([pair.old for pair in pairs]), _predicted([pair.old for pair in pairs]))
@@ -85,11 +85,13 @@ class Depths(NamedTuple):
 
     reached: Floats
     accepted: Floats
-    """At that depth and at all depths before it."""
+    """At that depth and all depths before it."""
 
 
 def depths_of(row: Row) -> Depths | None:
-    """Drafts by depth, from the histogram or else from shares and rejections.  None if the row has neither."""
+    """Drafts by depth, from the histogram if there is one, otherwise from shares and rejections.  None if the row has
+    neither.
+    """
     if row.accepted_histogram:
         deepest = max(len(row.accepted_histogram) - 1, 0)
         depths = Depths(np.zeros(deepest), np.zeros(deepest))
@@ -133,7 +135,7 @@ def _clustering(pairs: Iterable[RowPair], new: Depths, old: Depths | None = None
 
 
 def summed(rows: Sequence[Row]) -> Depths | None:
-    """The sum over all tasks, as deep as the deepest."""
+    """The sum over all tasks, as deep as the deepest one."""
     by_row = [depths for row in rows if (depths := depths_of(row)) is not None]
     if not by_row or len(by_row) < len(rows):
         return None

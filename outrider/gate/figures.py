@@ -1,4 +1,4 @@
-"""Rules over figures of prompts, new against old: speeds, tokens per step, the slowest prompts.  No torch.
+"""Rules on per-prompt figures, new against old: speeds, tokens per step, the slowest prompts.  No torch.
 
 Prompts are resampled within their tasks.  An estimate below 0 is a loss.
 """
@@ -26,7 +26,7 @@ def speed(comparison: MatchedReports, policy: Policy) -> Results:
 
 
 def speed_log(new: PromptResult, old: PromptResult, policy: Policy) -> tuple[float, ...] | None:
-    """(log of new/old speed, 1): their sums give the mean.  None if a speed is missing."""
+    """(log of new/old speed, 1), whose sums give the mean.  None if a speed is missing."""
     a, b = (p.speedup if policy.speed.by == "speedup" else p.tokens_per_s for p in (new, old))
     return (math.log(a / b), 1.0) if a and b and a > 0 and b > 0 else None
 
@@ -37,7 +37,7 @@ def tokens_per_step(comparison: MatchedReports, policy: Policy) -> Results:
 
 
 def clean_figure(comparison: MatchedReports, policy: Policy) -> Results:
-    """Tokens per step without the prompts that occur in a drafter's texts or could not be searched for."""
+    """Tokens per step without the prompts that occur in a drafter's texts or could not be looked up."""
     matched = [(task, pair) for group in comparison.groups for task, pair in group.pairs.items()]
     by_prompt = any(prompt.contaminated is not None for _, pair in matched for prompt in pair.new.per_prompt)
     if not by_prompt and all(pair.new.clean is None for _, pair in matched):
@@ -67,7 +67,8 @@ def _paired(
     """Tests over all tasks and on each, from figures of pairs of prompts.
 
     columns: the figures, or None if one is missing.  statistic: from their sums over prompts [..., K] to a log ratio
-    [...].  without: (task, prompt) to leave out; then there is a single test over all tasks, and few prompts are fine.
+    [...].  without: (task, prompt) to leave out; then there is a single test over all tasks, and few prompts are
+    enough.
     """
     for index, group in enumerate(comparison.groups):
         tables: dict[str, Floats] = {}
@@ -133,9 +134,9 @@ def _pace(table: Floats) -> Floats:
 def slowest(comparison: MatchedReports, policy: Policy) -> Results:
     """99th percentile of time per output token over prompts, by a smoothed bootstrap.
 
-    It depends on two or three prompts, whose luck a plain bootstrap would take for a fact.  So noise is added to every
-    drawn prompt: the noise between the reports, estimated from most prompts or from the target alone.  The target alone
-    also shows by how much the machine as a whole was slower, which is subtracted.
+    It depends on two or three prompts, whose luck a plain bootstrap would mistake for a real effect.  So noise is added
+    to every resampled prompt: the noise between the reports, estimated from most prompts or from the target alone.  The
+    target alone also shows by how much the machine as a whole was slower, which is subtracted.
     """
     for index, group in enumerate(comparison.groups):
         where = group.named("all tasks" if len(group.pairs) > 1 else next(iter(group.pairs)))

@@ -77,7 +77,7 @@ class TaskRun:
     tokens_per_step: float | None
     """Of the drafted run; None if nothing was generated."""
     cut: dict[str, int] = field(default_factory=dict)
-    """Requests whose context was cut at the front, with the tokens lost; for all tasks of a group."""
+    """Requests whose context was truncated at the front, with the tokens lost; for all tasks of a group."""
     is_sampled: bool = False
     """Whether any answer was sampled.  Greedy answers and log-likelihoods have one correct value."""
 
@@ -85,7 +85,8 @@ class TaskRun:
     def holds(self) -> bool:
         """Every answer is the same; for sampled answers, no score differs significantly.
 
-        Only texts are available here, not tokens: a rounding tie can't be told from a fault, so none is excused.
+        Only texts are available here, not tokens: a rounding tie can't be told from a fault, so no difference is
+        excused.
         """
         return self.verdict != "different" if self.is_sampled else self.equal == self.answers
 
@@ -96,7 +97,7 @@ class TaskRun:
 
     @property
     def verdict(self) -> str:
-        """`equal` if all answers are equal, else the worst verdict of the scores."""
+        """`equal` if all answers are equal, otherwise the worst verdict on the scores."""
         if self.equal == self.answers:
             return "equal"
         verdicts = {score.equivalence.verdict for score in self.scores if score.equivalence is not None}
@@ -113,7 +114,7 @@ class TaskRun:
 def both(
     job: Job, on_request: Callable[[str, int, int], None] | None = None, load: Load = load_drafter
 ) -> list[TaskRun]:
-    """Run every task plain, then drafted.  load(name, target, **settings) makes the drafter.
+    """Run every task plain, then drafted.  load(name, target, **settings) creates the drafter.
 
     Tasks that run code written by the model are refused by name, before anything is loaded.  on_request(stage, done,
     of) is called after each answer.  Raises ConfigError for such a task or an unknown one, DataError if a task's data

@@ -38,7 +38,9 @@ from outrider.targets.text.cuts import Cuts
 from outrider.targets.text.detokenizer import detokenizer
 
 DRAWN = ("top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
-"""Sampling settings of a task, or else of the target's generation config.  Sampling uses the same names."""
+"""Sampling settings of a task, or those of the target's generation config if it has none.  `Sampling` uses the same
+names.
+"""
 IDLE = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
 """Settings of transformers' `generate` that have no effect with these values."""
 
@@ -74,11 +76,11 @@ class OutriderLM(TemplateLM):
         self.seed = seed
         self.on_request = on_request
         self.seconds = 0.0
-        """Spent in the model."""
+        """Seconds spent in the model."""
         self.cuts = Cuts()
         """Contexts that were cut at the front."""
         self.tokens = self.steps = 0
-        """Of answers; log-likelihoods add none."""
+        """Tokens of answers; log-likelihoods add none."""
 
     @property
     def device(self) -> torch.device:

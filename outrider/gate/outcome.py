@@ -1,7 +1,7 @@
 """The outcome of a gate, rule by rule, for terminals, programs, pull requests and CI servers.  No torch.
 
 Every rule has a verdict and a reason in one sentence.  "not measured" is a separate verdict, never a pass.  Before the
-verdict, a rule has noisy figures (`Test`), which are judged together, and parts that were judged at once.
+verdict, a rule has noisy figures (`Test`), which are judged together, and parts that are judged immediately.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from outrider.report.bootstrap import Estimate, Interval
 
 Verdict = Literal["pass", "warn", "stop", "not measured"]
 Decision = Literal["pass", "warn", "stop", "underpowered", "refused"]
-"""Of the whole gate.  underpowered: no rule stops, but there are too few prompts for a pass.  refused: nothing was
-judged."""
+"""Verdicts of the whole gate.  underpowered: no rule stops, but there are too few prompts for a pass.  refused: nothing
+was judged.
+"""
 EXIT_CODES: dict[Decision, int] = {"pass": 0, "warn": 0, "stop": 1, "refused": 2, "underpowered": 3}
 Unit = Literal["new/old", "difference", "share", "count"]
 COLOURS: dict[Verdict, str] = {"pass": "", "warn": "yellow", "stop": "bold white on red", "not measured": "dim"}
@@ -35,17 +36,17 @@ class Part:
     where: str
     verdict: Verdict
     reason: str
-    """One sentence, without full stop."""
+    """One sentence, without a full stop."""
     figure: float | None = None
     interval: Interval | None = None
-    """95 %, of this part alone."""
+    """95 % interval, for this part alone."""
     corrected: Interval | None = None
     """Corrected for the number of simultaneous tests; this one decides."""
     prompts: int | None = None
     is_hole: bool = False
     """Expected figures are missing."""
     is_short: bool = False
-    """There are figures, but of too few prompts."""
+    """There are figures, but for too few prompts."""
 
 
 def silent(where: str, reason: str, is_hole: bool = False) -> Part:
@@ -84,7 +85,7 @@ class Finding:
     limit: Limit
     parts: tuple[Part, ...]
     tests: tuple[Test, ...] = ()
-    """Not judged yet: the limit of each depends on their number in all rules."""
+    """Not judged yet: the threshold of each depends on their total number over all rules."""
     rises: bool = False
     """More is worse."""
     what: str = ""

@@ -2,9 +2,9 @@
 
 A pass over eight rows rounds differently from a pass over one, so two nearly equal top tokens may swap: a tie.  The
 margin tells ties from faults.  The model itself, without cache and draft, reads the shared text in one pass, in its own
-precision and again in float64, and yields how far each of the two tokens lies below the top one, in units of rounding.
-Every token of the drafted text is checked this way, so faults of both texts are found too.  Above temperature 0,
-distributions are compared (`two_samples`); scores are compared by `equivalence`.
+precision and again in float64, which shows how far each of the two tokens is below the top one, in units of rounding.
+Every token of the drafted text is checked this way, so faults that both texts share are also found.  Above temperature
+0, distributions are compared (`two_samples`); scores are compared by `equivalence`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Verdict = Literal["equal", "tie", "bug"]
 Prompts = Sequence[Sequence[int]]
 OnText = Callable[[int], None]
 ALLOWED = 4.0
-"""Units of rounding that a tie may span.  The demo target differs by up to 2.3 between shapes and precisions."""
+"""Units of rounding that a tie may span.  On the demo target, shapes and precisions differ by up to 2.3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Margin:
     position: int
     """Tokens of the answer before it."""
     tokens: tuple[int | None, int | None]
-    """Of the plain and the drafted text; None if one had ended."""
+    """Tokens of the plain and the drafted text; None if one had ended."""
     shortfall: tuple[float | None, float | None]
-    """How far each lies below the model's largest logit."""
+    """How far each is below the model's largest logit."""
     exact_shortfall: tuple[float | None, float | None] | None
     """The same in float64; None if that is impossible or not needed."""
     unit: float
@@ -105,7 +105,7 @@ class GreedyComparison:
         return max((pair.worst for pair in self.pairs), default=0.0)
 
     def as_json(self) -> dict[str, Any]:
-        """Values for JSON.  The infinite margin of a text that ended too early is null."""
+        """Values for JSON.  The infinite margin of a text that ended too early is written as null."""
         pairs = [asdict(pair) for pair in self.pairs]
         for row, pair in zip(pairs, self.pairs, strict=True):
             if pair.margin is not None:
@@ -171,7 +171,7 @@ def _both(
     target: TransformersTarget, requests: Sequence[Sequence[Request]], drafter: Drafter, slots: int,
     judge: SamplingJudge | None, on_text: OnText | None, shared_noise: bool = True,
 ) -> list[list[list[int]]]:  # fmt: skip
-    """New tokens of every request of the first list, without the drafter, and of the second, with it."""
+    """New tokens of every request: of the first list without the drafter, of the second with it."""
     both: list[list[list[int]]] = []
     done = 0
     for some, arm in zip(requests, (None, drafter), strict=True):
@@ -199,7 +199,7 @@ class Audit:
         worst, strays = self._worst(prompt, drafted)
         margin = self.margin(prompt, plain, drafted, shared) if shared < longer else None
         if worst > ALLOWED and (margin is None or margin.verdict != "bug"):
-            # the pass over the whole text has rounding of its own: check that position again
+            # the pass over the whole text has rounding of its own, so check that position again
             both = plain if plain[: strays + 1] == drafted[: strays + 1] else drafted
             stray = self.margin(prompt, both, drafted, strays)
             margin = stray if margin is None or stray.verdict == "bug" else margin
@@ -244,7 +244,7 @@ class Audit:
 
     @cached_property
     def _double(self) -> Any:
-        """The model in float64, made once; None if it is quantised or would not fit into half of the free memory.
+        """The model in float64, created once; None if it is quantised or would not fit into half of the free memory.
 
         Parts that a family always computes in float32, such as norms, stay in float32.
         """
@@ -259,7 +259,8 @@ def unit_of(logits: Tensor, target: TransformersTarget) -> Tensor:
 
     ulp(z) · sqrt(2 L + 1), with z the largest logit or, if larger, their root mean square.  The residual stream is
     rounded once after each of the two sublayers of L layers, the logits once more; errors of equal size and random sign
-    add up as a root.  A unit is an order of magnitude, not a bound: roundings inside a sublayer add up to a few units.
+    grow with the square root of their number.  A unit is an order of magnitude, not a bound: roundings inside a
+    sublayer add up to a few units.
     """
     size = torch.maximum(logits.amax(-1).abs(), logits.pow(2).mean(-1).sqrt()).clamp(min=1e-30)
     spacing = torch.finfo(getattr(torch, target.spec.dtype)).eps * 2 ** size.log2().floor()
@@ -288,7 +289,7 @@ def compare_samples(
     """Sample `samples` texts per prompt with and without the drafter, with independent noise, and test the two sets.
 
     With the same seeds, the texts would be equal token by token, which does not test the acceptance rule of unseeded
-    requests.  Here the noise is not shared, and a run is still repeatable.  on_text(done) counts the texts of both
+    requests.  Here the noise is not shared, but a run is still repeatable.  on_text(done) counts the texts of both
     sets.
     """
     _fits(target, prompts, max_new_tokens)

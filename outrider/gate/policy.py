@@ -1,4 +1,4 @@
-"""What a gate tolerates: a limit for each rule, and the false-alarm probability that all share.  No torch."""
+"""What a gate tolerates: a limit for each rule, and the false-alarm probability shared by all of them.  No torch."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ class Policy(Base):
     left_out: Limit = Limit(tolerated=0.05)
     """Points by which the share of prompts left out may grow."""
     lossy_rule: Literal["stop", "allow"] = "stop"
-    """What happens to a candidate whose acceptance rule changes the output on purpose."""
+    """What happens to a candidate whose acceptance rule intentionally changes the output."""
     level: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
-    """Confidence level of the intervals that are shown, and that lead to warnings."""
+    """Confidence level of the intervals that are shown and that lead to warnings."""
     false_stops: Annotated[float, Field(gt=0, lt=0.5)] = 0.01
     """Probability that any statistical test stops a draft as good as the old one, shared by all tests."""
     draws: Annotated[int, Field(ge=1000)] = 10_000
     seed: int = 0
     min_prompts: Annotated[int, Field(ge=5)] = 5
-    """Fewest prompts that are tested."""
+    """Minimum number of prompts for a test."""
     detectable_loss: Annotated[float, Field(gt=0, lt=1)] | None = 0.05
     """A pass needs enough prompts to detect a loss of speed this large with 80 % power; with fewer the gate is
     UNDERPOWERED.  null: min_prompts are enough."""
     shared: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Share of prompts that both reports must have, and share of those that must have a figure."""
+    """Share of prompts that both reports must have, and share of those for which a figure must be present."""
     required: tuple[Rule, ...] = ("exactness", "speed", "tokens per step")
     """Rules that a pass requires: if one was not measured, the gate stops, or is UNDERPOWERED if it had too few
     prompts."""

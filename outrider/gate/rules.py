@@ -1,7 +1,7 @@
 """The rules of the gate: what each measures, and those that need no statistical test.  No torch.
 
-Noisy figures become tests (`figures`, `depths`); everything else becomes a part at once.  `verdict` decides whether a
-test's loss counts, since that depends on the number of tests.
+Noisy figures become tests (`figures`, `depths`); everything else becomes a part immediately.  `verdict` decides whether
+a test's loss counts, since that depends on the number of tests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.report.schema import Row
 from outrider.report.summary import loss
 
 MEASURES: dict[Rule, tuple[Unit, str]] = {
-    "exactness": ("count", "texts that are not the target's own, token for token"),
+    "exactness": ("count", "texts that differ from the target's own, token for token"),
     "lossy rule": ("share", "total variation of a token from the target's distribution"),
     "machine": ("count", "differences that times depend on"),
     "speed": ("new/old", "geometric mean over prompts of new/old {speed}"),
@@ -38,8 +38,9 @@ NAMES = {"acceptance by depth": "acceptance", "train-serve skew": "acceptance ag
 
 
 def findings(comparison: MatchedReports, policy: Policy) -> list[Finding]:
-    """Every rule with its figures.  Rules that the policy turns off or that another machine makes meaningless count as
-    not measured."""
+    """Every rule with its figures.  Rules that the policy turns off, or that are meaningless on different machines,
+    count as not measured.
+    """
     both = (comparison, policy)
     by_rule: dict[Rule, tuple[Limit, Iterable[Test | Part]]] = {
         "exactness": (Limit(), exactness(*both)), "lossy rule": (Limit(), lossy(*both)),
@@ -91,7 +92,7 @@ def _place(row: Row) -> str:
 
 
 def lossy(comparison: MatchedReports, policy: Policy) -> Iterator[Part]:
-    """Rows of the candidate whose acceptance rule changes the output on purpose."""
+    """Rows of the candidate whose acceptance rule intentionally changes the output."""
     for row in comparison.new.rows:
         where = _place(row)
         if row.lossless is False or (row.rule is not None and row.lossless is not True):
@@ -118,7 +119,7 @@ def contamination(comparison: MatchedReports, policy: Policy) -> Iterator[Part]:
         is_whole = len(new) == len(rows) and checked >= policy.shared * every
         share = matches / max(1, checked if is_whole else every)
         if share <= tolerated and not is_whole:
-            why = f"{every - checked} of {every} prompts could not be searched for in all of the candidate's texts"
+            why = f"{every - checked} of {every} prompts could not be looked up in all of the candidate's texts"
             yield silent(group.name, why)
             continue
         reason = f"{'' if is_whole else 'at least '}{matches} of {checked if is_whole else every} prompts"
@@ -132,17 +133,17 @@ def contamination(comparison: MatchedReports, policy: Policy) -> Iterator[Part]:
 
 
 def left_out(comparison: MatchedReports, policy: Policy) -> Iterator[Part]:
-    """The share of prompts that were tried and left out."""
+    """The share of attempted prompts that were left out."""
     new, old = comparison.new.share_left_out, comparison.old.share_left_out
     if new is None or old is None:
         yield silent("", f"the {'candidate' if new is None else 'baseline'} does not say what it left out")
         return
-    reason = f"{new:.1%} of the prompts tried were left out, {old:.1%} in the baseline"
+    reason = f"{new:.1%} of the attempted prompts were left out, {old:.1%} in the baseline"
     yield Part("", "stop" if new - old > policy.left_out.tolerated + 1e-9 else "pass", reason, new - old)
 
 
 def machine(comparison: MatchedReports) -> Iterator[Part]:
-    """Whether both were measured on one machine."""
+    """Whether both were measured on the same machine."""
     others = comparison.differences
     missing = [name for name, r in (("candidate", comparison.new), ("baseline", comparison.old)) if not r.fingerprint]
     if missing:

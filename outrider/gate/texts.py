@@ -45,7 +45,7 @@ class Texts:
 
 
 def compare_texts(first: str | Path, second: str | Path) -> Texts:
-    """Compare two JSONL files of answers, matched by `id` if rows have one, else by row.
+    """Compare two JSONL files of answers, matched by `id` if rows have one, otherwise by row.
 
     The answer is under text, answer, output or completion.  Raises DataError with file and line.
     """

@@ -3,7 +3,7 @@
 A gate must stop what got worse and nothing else.  Figures are compared prompt by prompt, and prompts are resampled.
 All statistical tests of all rules share one probability of a false alarm (Holm).  One more test covers all tasks
 together: nine tasks of 22 prompts show a loss of 3 % only together.  A loss stops the gate if the corrected interval of
-new/old lies below 1 and its center below the tolerance; it leads to a warning if only the uncorrected interval does.
+new/old lies below 1 and its center is below the tolerance; it leads to a warning if only the uncorrected interval does.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def gate(
 
 
 def _too_few(comparison: MatchedReports, policy: Policy, sigma: float | None, tail: float) -> str:
-    """Why the prompts are too few to detect the loss of speed that must not pass; empty if they are enough."""
+    """Why there are too few prompts to detect the loss of speed that must not pass; empty if there are enough."""
     if policy.detectable_loss is None or not sigma:
         return ""
     fewest = min(sum(len(pair.prompts) for pair in group.pairs.values()) for group in comparison.groups)
@@ -119,7 +119,7 @@ def _part(rule: Finding, test: Test, allowed: float, tail: float) -> Part:
     text = f"{rule.what} {_change(rule, figure.center)} ({_change(rule, figure.low)} to {_change(rule, figure.high)})"
     if is_past:
         beyond = f"{100 * limit:.2g} {'%' if is_ratio else 'points'} tolerated"
-        doubt = "" if is_sure else "sure alone but not among all tests" if is_likely else "may be noise"
+        doubt = "" if is_sure else "significant alone but not among all tests" if is_likely else "may be noise"
         text = ", ".join(filter(None, (text, beyond, doubt, test.eased)))
     return Part(test.where, verdict, text, figure.center, figure, shown(corrected), test.prompts)
 

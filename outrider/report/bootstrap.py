@@ -1,7 +1,7 @@
 """Bootstrap intervals over prompts.  No torch.
 
-Prompts are resampled, not steps: the steps of a prompt are correlated, prompts are independent.  All intervals are
-percentile bootstraps with a seed, so the same numbers give the same interval.  With few prompts and small
+Prompts are resampled, not steps: the steps of a prompt are correlated, while prompts are independent.  All intervals
+are percentile bootstraps with a seed, so the same numbers give the same interval.  With few prompts and small
 probabilities, as in a gate, plain percentiles are too narrow: `Estimate` expands them to Student's t (Hesterberg, What
 Teachers Should Know About the Bootstrap, 2015), and `holm` controls the false-alarm probability of many tests (Holm,
 1979).
@@ -21,9 +21,9 @@ from scipy.special import ndtr, ndtri, stdtrit
 Floats = NDArray[np.float64]
 DRAWS = 10_000
 MIN_PROMPTS = 5
-"""Fewest prompts for an interval; resampling fewer is misleading."""
+"""Minimum number of prompts for an interval; resampling fewer would be misleading."""
 FEWEST_BEYOND = 20
-"""Draws beyond a quantile that make it reliable; farther out, the tail is extrapolated as normal."""
+"""Number of draws beyond a quantile that make it reliable; farther out, the tail is extrapolated as normal."""
 
 
 class Interval(NamedTuple):
@@ -158,7 +158,8 @@ def student(tail: float, freedom: float) -> float:
 
 
 def holm(chances: Sequence[float], tail: float) -> list[float]:
-    """The tail that each of several tests may use, so that together they raise a false alarm with at most `tail`.
+    """The tail that each of several tests may use, so that together they raise a false alarm with probability at most
+    `tail`.
 
     The smallest p-value must pass tail / count, the next tail / (count - 1), and so on; after the first failure, all
     others use the same tail.
@@ -178,13 +179,13 @@ def sums(table: Floats, draws: int = DRAWS, seed: int = 0) -> Floats:
 
 
 def _times(taken: NDArray[np.int64], prompts: int) -> Floats:
-    """How often each draw takes each prompt, [draws, prompts]: counting once is cheaper than gathering columns."""
+    """How often each draw contains each prompt, [draws, prompts]: counting once is cheaper than gathering columns."""
     positions = taken + prompts * np.arange(len(taken))[:, None]
     return np.bincount(positions.ravel(), minlength=taken.size).reshape(taken.shape).astype(np.float64)
 
 
 def _taken(prompts: int, draws: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """Which prompts each draw takes, [some draws, prompts] at a time: 10,000 draws of 1,000 prompts take 80 MB."""
+    """Which prompts each draw contains, [some draws, prompts] at a time: 10,000 draws of 1,000 prompts take 80 MB."""
     noise = np.random.default_rng(seed)
     piece = max(1, 2_000_000 // prompts)
     for start in range(0, draws, piece):

@@ -1,8 +1,8 @@
 """The same rows of several reports side by side, prompt by prompt.  No torch.
 
-A ratio is computed over the prompts that both reports have: differences between prompts cancel, so small changes show.
-Its interval is over prompts and ignores load on the machine.  Speed-ups, which are relative to the target alone in the
-same run, therefore come before tokens per second.
+A ratio is computed over the prompts that both reports share: differences between prompts cancel out, so small changes
+show.  Its interval is over prompts and ignores load on the machine.  Speed-ups, which are relative to the target alone
+in the same run, therefore come before tokens per second.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Comparison:
     def of(cls, reports: Sequence[tuple[str, Report]]) -> Comparison:
         """Compare (name, report) pairs with the first one.  DataError if nothing can be compared."""
         if len(reports) < 2:
-            raise DataError(f"a comparison needs two or more reports, got {len(reports)}; name another one")
+            raise DataError(f"a comparison needs two or more reports, got {len(reports)}; give another one")
         (name, base), rest = reports[0], reports[1:]
         others = tuple(_against(base, other, report) for other, report in rest)
         for other in others:
@@ -112,8 +112,9 @@ class Comparison:
             if other.differing:
                 parts = [f"{key} {plain(a)} / {plain(b)}" for key, (a, b) in other.differing.items()]
                 warnings.append(
-                    f"{self.name} and {other.name} were not measured alike: {', '.join(parts)}. Their tokens per "
-                    "second can't be compared; their tokens per step can, and their speed-ups with care."
+                    f"{self.name} and {other.name} were not measured under the same conditions: {', '.join(parts)}. "
+                    "Their tokens per second can't be compared; their tokens per step can, and their speed-ups with "
+                    "care."
                 )
             if not self.base.fingerprint or not other.report.fingerprint:
                 warnings.append(
@@ -181,7 +182,7 @@ def paired(base: Iterable[PromptResult], other: Iterable[PromptResult]) -> list[
 
 
 def _lost(row: Row, reference: Row) -> float | None:
-    """How many tokens per step `row` loses against `reference`, the same row on its training's precision."""
+    """How many tokens per step `row` loses relative to `reference`, the same row at the precision used in training."""
     alike = ("drafter", "task", "temperature", "rule", "policy", "verification")
     is_same = all(getattr(row, name) == getattr(reference, name) for name in alike)
     if not is_same or not row.crosses_precisions or not row.is_trained_on(reference.precision):
@@ -196,9 +197,9 @@ def _lost(row: Row, reference: Row) -> float | None:
 
 
 def with_losses(report: Report, other: Report) -> Report:
-    """The report with `tokens_per_step_lost` if `other` has the same drafter on the precision it was trained on.
+    """The report with `tokens_per_step_lost` if `other` has the same drafter at the precision it was trained on.
 
-    The loss is over the prompts that both have.
+    The loss is computed over the prompts they share.
     """
     rows = []
     for row in report.rows:
@@ -230,7 +231,9 @@ def _against(base: Report, name: str, other: Report) -> Against:
 
 
 def _matched(base: Sequence[Row], other: Sequence[Row]) -> tuple[list[tuple[Row, Row]], tuple[str, ...]]:
-    """Rows of the same drafter, task, temperature and rule; then rows that are alone on their task and temperature."""
+    """Rows of the same drafter, task, temperature and rule; then rows that are the only ones with their task and
+    temperature.
+    """
     left = list(base)
     right = list(other)
     matched = []
@@ -290,7 +293,7 @@ def _change(change: Change, values: Sequence[Any], statistic: Statistic, scale: 
 
 
 def _sentence(base: str, other: Against) -> str:
-    """How many rows got better or worse, by speed-up if measured, else by tokens per step."""
+    """How many rows got better or worse, by speed-up if measured, otherwise by tokens per step."""
     changes = [pair.changes[1] if pair.changes[1].ratio is not None else pair.changes[0] for pair in other.pairs]
     if len(changes) == 1:
         change = changes[0]
@@ -322,7 +325,7 @@ def plain(value: Any) -> str:
 def differences(a: Mapping[str, Fact], b: Mapping[str, Fact]) -> list[str]:
     """Differences between two fingerprints, such as `torch 2.9.0 against 2.13.0`.
 
-    An empty fingerprint equals nothing, since nothing is known about it.
+    An empty fingerprint equals no other, since nothing is known about it.
     """
     missing = [name for name, facts in (("first", a), ("second", b)) if not facts]
     if missing:

@@ -1,4 +1,4 @@
-"""Parts of a report: percentiles, prompts, traced tokens, groups, trainings.
+"""Parts of a report: percentiles, prompts, traced tokens, groups, training runs.
 
 Each is frozen, keeps fields unknown to this version, and uses null for what was not measured.
 """
@@ -77,7 +77,7 @@ class PromptResult(Part):
     tpot_ms: float | None = None
     plain_tpot_ms: float | None = None
     contaminated: bool | None = None
-    """It occurs in what the drafter was trained on or drafts from; null if not checked."""
+    """Whether it occurs in what the drafter was trained on or drafts from; null if not checked."""
 
 
 class Range(Part):
@@ -123,7 +123,7 @@ class TracedPrompt(Part):
 
 
 class Pattern(Part):
-    """Judgements of one sort, such as numbers or positions of high entropy."""
+    """Judgements of one kind, such as numbers or positions of high entropy."""
 
     name: str
     tested: int = 0
@@ -131,7 +131,7 @@ class Pattern(Part):
 
 
 class Rejections(Part):
-    """How often proposals of each sort were tested and accepted."""
+    """How often proposals of each kind were tested and accepted."""
 
     by_kind: tuple[Pattern, ...] = ()
     by_entropy: tuple[Pattern, ...] = ()
@@ -146,7 +146,7 @@ class Clean(Part):
     """Ids of contaminated prompts."""
     checked: int = 0
     rule: str = ""
-    """Such as `one 13-gram of words in common`."""
+    """For example `one 13-gram of words in common`."""
     tokens_per_step: float | None = None
     speedup: float | None = None
 
@@ -184,7 +184,7 @@ class PositionRange(Part):
 
 
 class LeftOut(Part):
-    """A prompt that was not measured because the target's own text loops or is one token."""
+    """A prompt that was not measured because the target's own text loops or is a single token."""
 
     id: str
     task: str | None = None
@@ -211,11 +211,11 @@ class Training(Part):
     with_siblings: tuple[float | None, ...] = ()
     """[k]: the same if the token at depth k + 1 is drafted with its runners-up; empty if none are drafted."""
     temperature: float | None = None
-    """Temperature at which the target drew these answers, 0 with top_p or top_k; null if they are not its own."""
+    """Temperature at which the target sampled these answers, 0 with top_p or top_k; null if they are not its own."""
 
     def accepted_by_depth(self, temperature: float) -> tuple[float, ...]:
         """[k]: share of drafts whose tokens up to depth k + 1 are accepted, to compare with serving at `temperature`;
-        empty if the texts of the training are too different.
+        empty if the training texts are too different.
 
         Texts at a higher temperature are harder for any drafter.  Nothing is drafted after a runner-up.
         """
@@ -247,9 +247,9 @@ class Load(Part):
 
     runs: int = 0
     repeated: int = 0
-    """Runs measured again because other programs took too much of their time."""
+    """Number of runs repeated because other programs took too much of their time."""
     contended: int = 0
-    """Runs that lost much time nevertheless."""
+    """Number of runs that lost much time nevertheless."""
     waited: float | None = None
     """Share of the time that this process waited for a processor."""
     stolen: float | None = None

@@ -1,7 +1,7 @@
-"""The schema of report.json.  No measuring, no wording, no torch.
+"""The schema of report.json.  No measurement, no wording, no torch.
 
-The names in report.json are a public promise under `schema` 1: they stay, and more may be added.  Fields unknown to
-this version survive load and save.  Numbers that are not finite are null, and null means "not measured", never 0.
+The names in report.json are a public interface under `schema` 1: they are kept, and more may be added.  Fields unknown
+to this version survive load and save.  Numbers that are not finite are null, and null means "not measured", never 0.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Row(Part):
     """The target alone, through the same loop."""
     speedup: float | None
     exact: bool | None
-    """Every text is the target's own, token for token; null if not compared, as at temperatures above 0."""
+    """Whether every text equals the target's own, token for token; null if not compared, as at temperatures above 0."""
     compared_tokens: int | None
     share: Share
     ttft_ms: Percentiles
     itl_ms: Percentiles
-    """Gaps between steps, as a reader sees them."""
+    """Gaps between steps, as a user sees them."""
     conditional_acceptance: tuple[float | None, ...] = ()
     """[k]: the same, given that the first k were accepted."""
     token_acceptance: float | None = None
@@ -73,9 +73,11 @@ class Row(Part):
     accepted_histogram: tuple[tuple[int, ...], ...] = ()
     """[k][a]: steps that drafted k tokens deep and accepted a of them."""
     wasted: float | None = None
-    """Share of drafted tokens that were verified for nothing, rejected branches included."""
+    """Share of drafted tokens that were verified in vain, including rejected branches."""
     predicted_by_depth: tuple[float | None, ...] = ()
-    """`accepted_by_depth` as training measured it on held-out answers; empty if it did not, or for hotter texts."""
+    """`accepted_by_depth` as measured in training on held-out answers; empty if it was not, or for texts at a higher
+    temperature.
+    """
     speedup_range: Range | None = None
     """`speedup` with its interval; null for fewer than 5 prompts."""
     speedup_geomean: Range | None = None
@@ -106,10 +108,11 @@ class Row(Part):
     """Fraction of a step spent outside the calls into the two models."""
     plain_loop_overhead: float | None = None
     noise: Literal["own"] | None = None
-    """Above temperature 0: drafts use their own noise, as for requests without a seed.  Null in older reports, whose
+    """Above temperature 0: whether drafts use their own noise, as for requests without a seed.  Null in older reports,
+    whose
     drafts shared the target's noise, so that fewer were accepted."""
     plain_exact: bool | None = None
-    """The target alone, in the same loop, generates the same text as transformers' generate."""
+    """Whether the target alone, in the same loop, generates the same text as transformers' generate."""
     tpot_ms: Percentiles = Percentiles()
     """Time per token after the first step, over prompts."""
     plain_tpot_ms: Percentiles = Percentiles()
@@ -122,22 +125,24 @@ class Row(Part):
     plain_itl_curve_ms: tuple[float | None, ...] = ()
     dtype: str | None = None
     precision: str | None = None
-    """int8 or the like if the target was quantised, else its number type."""
+    """int8 or similar if the target was quantised, otherwise its number type."""
     trained_on: str | None = None
-    """Precision of the target in the drafter's training, or `unquantised weights`; null if unknown."""
+    """Precision of the target when the drafter was trained, or `unquantised weights`; null if unknown."""
     tokens_per_step_lost: float | None = None
-    """How many more the drafter had on its training's precision, over the same prompts; null if not measured."""
+    """How many more the drafter had at the precision used in training, over the same prompts; null if not measured."""
     batch: int | None = None
     """Prompts that were served together."""
     possible_speedup: float | None = None
-    """The most that tokens per step and the undisturbed times of the passes allow."""
+    """The maximum that tokens per step and the undisturbed times of the passes allow."""
     contention: float | None = None
     """Share of the measured time taken by other programs; null if the system does not report it."""
     under_load: str | None = None
     """Why the speed-up can't be trusted; null if it can."""
     device: str | None = None
     invalid: int | None = None
-    """Drafted nodes whose q was not a distribution or whose id was not a token; verified as deterministic."""
+    """Number of drafted nodes whose q was not a distribution or whose id was not a token; they are verified as
+    deterministic.
+    """
     rule: str | None = None
     """The lossy acceptance rule with its settings; null under the exact rule."""
     policy: str | None = None
@@ -151,13 +156,13 @@ class Row(Part):
     per_prompt: tuple[PromptResult, ...] = ()
 
     def is_trained_on(self, precision: str | None) -> bool:
-        """Whether training used this precision; older checkpoints only say that the weights were unquantised."""
+        """Whether training used this precision; older checkpoints record only that the weights were unquantised."""
         is_float = precision is not None and precision.removeprefix("b").startswith("float")
         return precision == self.trained_on or (self.trained_on == "unquantised weights" and is_float)
 
     @property
     def crosses_precisions(self) -> bool:
-        """Whether it was trained on another precision of the target than it is served on."""
+        """Whether it was trained on a target precision other than the one it is served with."""
         return None not in (self.trained_on, self.precision) and not self.is_trained_on(self.precision)
 
     @property
@@ -188,7 +193,7 @@ class Report(Part):
     notes: tuple[str, ...] = ()
     machine_load: Load | None = None
     fingerprint: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
-    """Machine and versions that times depend on; a gate compares only reports that agree in all of it."""
+    """Machine and versions that times depend on; a gate compares only reports that agree in all of them."""
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
@@ -222,7 +227,7 @@ class Report(Part):
         return json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     def save(self, folder: str | Path) -> Path:
-        """Write report.json atomically.  Returns the folder.  `page.save` writes the page too."""
+        """Write report.json atomically.  Returns the folder.  `page.save` also writes the page."""
         write_whole({Path(folder) / "report.json": self.json_text()})
         return Path(folder)
 
@@ -245,7 +250,9 @@ class Report(Part):
 
     @property
     def lead(self) -> Row | None:
-        """The row for the headline: the fastest exact one, else the fastest not compared, else the fastest of all."""
+        """The row for the headline: the fastest exact one, otherwise the fastest not compared, otherwise the fastest of
+        all.
+        """
         rank = lambda row: (0 if row.is_inexact else 2 if row.exact else 1, row.speedup or -1.0)
         return max(self.rows, key=rank, default=None)
 

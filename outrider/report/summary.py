@@ -15,7 +15,7 @@ UNDER_LOAD = "measured under load, not to be trusted"
 BUSY = 0.05
 """Share of time lost to other programs above which a report mentions it."""
 SKEW = 0.05
-"""How far acceptance may fall below training's measurement without a warning."""
+"""How far acceptance may fall below that measured in training without a warning."""
 
 
 def say(value: float | None, spec: str = ".2f", unit: str = "", *, scale: float = 1, missing: str = MISSING) -> str:
@@ -63,7 +63,7 @@ def long_rows(report: Report) -> list[Row]:
 
 
 def before_and_after(report: Report, before: str) -> list[str]:
-    """What the last drafter changed against the one it was fine-tuned from, a line for each task and temperature."""
+    """How the last drafter compares with the one it was fine-tuned from, a line for each task and temperature."""
     after = report.rows[-1].drafter
     rows = {(row.drafter, row.task, row.temperature): row for row in report.rows}
     lines = []
@@ -104,7 +104,7 @@ def interval(figure: Range | None, unit: str = "") -> str:
 
 
 def crossing(row: Row) -> str:
-    """A sentence if the drafter was trained on another precision of the target, with the loss; else empty."""
+    """A sentence, with the loss, if the drafter was trained on another precision of the target; otherwise empty."""
     if not row.crosses_precisions:
         return ""
     lost = row.tokens_per_step_lost
@@ -113,7 +113,7 @@ def crossing(row: Row) -> str:
 
 
 def skew(row: Row) -> str:
-    """A sentence if less is accepted than training measured, at the depth with the largest gap; else empty.
+    """A sentence if less is accepted than measured in training, at the depth with the largest gap; otherwise empty.
 
     The gap must exceed 5 points and three standard errors: there are many depths, and steps of a text are correlated.
     """
@@ -131,7 +131,7 @@ def skew(row: Row) -> str:
     return (
         f"{row.drafter}{f' on {row.task}' if row.task else ''} at temperature {row.temperature:g}: the target accepts "
         f"{100 * accepted:.0f} % of the drafts to depth {depth}, where training measured {100 * expected:.0f} %. "
-        "Either the drafter reads other inputs than in training, or these texts are unlike those it was trained on."
+        "Either the drafter's inputs differ from training, or these texts are unlike those it was trained on."
     )
 
 
@@ -145,7 +145,9 @@ def distrust(report: Report) -> str:
 
 
 def busy(report: Report) -> str:
-    """How much time other programs took at most, as a sentence; empty if it was little or `distrust` mentions it."""
+    """The maximum share of time that other programs took, as a sentence; empty if it was small or `distrust` mentions
+    it.
+    """
     lost, name = max(((row.contention or 0.0, named(row)) for row in report.rows), default=(0.0, ""))
     if lost <= BUSY or distrust(report):
         return ""
@@ -188,7 +190,7 @@ def headline(report: Report, *, with_alarms: bool = True) -> str:
     """One sentence: which drafter is how much faster, with its interval, and whether the texts are equal.
 
     with_alarms: one more for every other row whose text is not the target's own, and for every row that accepts less
-    than training measured.
+    than measured in training.
     """
     row = report.lead
     if row is None:
@@ -204,7 +206,7 @@ def headline(report: Report, *, with_alarms: bool = True) -> str:
 
 
 def baseline(report: Report) -> str:
-    """A sentence if the target alone was not measured with its fastest steps, else empty."""
+    """A sentence if the target alone was not measured with its fastest steps; otherwise empty."""
     why = report.provenance.get("slow_baseline")
     return f" The target alone was measured by plain steps, though {why}: its fastest are faster." if why else ""
 
@@ -215,12 +217,12 @@ def left_out_because(report: Report) -> str:
     if not short:
         return "because the target's own text loops there"
     if short == len(report.left_out):
-        return "because the target answers them with one token"
+        return "because the target answers them with a single token"
     return f"because the target's own text loops there, or in {short} is one token"
 
 
 def skews(report: Report) -> list[str]:
-    """A sentence for every row that accepts less than training measured."""
+    """A sentence for every row that accepts less than measured in training."""
     return [sentence for row in report.rows if (sentence := skew(row))]
 
 

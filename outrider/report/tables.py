@@ -22,11 +22,11 @@ class Measure(NamedTuple):
     """A measure of every row."""
 
     head: str
-    """In two lines at most."""
+    """At most two lines."""
     cell: Callable[[Row], Text]
     is_number: bool = True
     name: str = ""
-    """The head in one line, if that is not its lines joined."""
+    """The head on one line, if it is not simply its lines joined."""
 
     @property
     def title(self) -> str:
@@ -74,7 +74,7 @@ class SummaryTable:
 
 
 def _width(report: Report, columns: list[Measure], gap: int) -> int:
-    """Characters that a table of these columns takes."""
+    """Width in characters of a table with these columns."""
     texts = [[*column.head.split("\n"), *(column.cell(row).plain for row in report.rows)] for column in columns]
     return sum(max(map(len, text)) for text in texts) + gap * (len(columns) - 1)
 

@@ -21,7 +21,7 @@ class Address(NamedTuple):
     basic: str | None
     """user:password, in base64."""
     query: str
-    """Part after `?`, for metrics that need a key; mostly empty."""
+    """Part after `?`, for metrics that need a key; usually empty."""
 
     @property
     def shown(self) -> str:
@@ -38,7 +38,7 @@ class Address(NamedTuple):
         return f"[{self.host}]" if ":" in self.host else self.host
 
     def authorization(self, key: str | None = None) -> dict[str, str]:
-        """The header with the key, or else with the password of the address; empty without either."""
+        """The header with the key or, without one, with the password of the address; empty without either."""
         secret = f"Bearer {key}" if key else f"Basic {self.basic}" if self.basic else None
         return {"Authorization": secret} if secret else {}
 

@@ -78,12 +78,12 @@ NAMES = (
         running="sglang:num_running_reqs", waiting="sglang:num_queue_reqs",
     ),
 )  # fmt: skip
-"""Tried in this order: the first one whose drafts are present names the server."""
+"""Tried in this order: the first one whose draft counters are present determines the kind of server."""
 STARTED = "process_start_time_seconds"
 
 
 COUNTED = ("drafts", "drafted", "accepted", "steps", "generated", "first_tokens")
-"""Counts that only grow while a server runs."""
+"""Counts that only increase while a server runs."""
 IN_JSON = (
     "drafts", "drafted", "accepted", "by_position", "tokens_per_step", "tokens_per_draft", "steps", "generated",
     "first_tokens", "restarted", "is_interval",
@@ -92,7 +92,7 @@ IN_JSON = (
 
 @dataclass(frozen=True)
 class SpeculationStats:
-    """What was drafted and accepted over a period.  None for what the server does not report."""
+    """What was drafted and accepted over a period.  None for anything the server does not report."""
 
     drafts: int = 0
     """Steps with a draft."""
@@ -107,15 +107,17 @@ class SpeculationStats:
     first_tokens: int | None = None
     """Tokens from prefills, one per request."""
     restarted: bool = False
-    """The server restarted between the readings; the counts start there."""
+    """Whether the server restarted between the readings; the counts then start there."""
     is_interval: bool = False
-    """`tokens_per_step` is the server's mean over its last logging interval, not over the time between the readings."""
+    """Whether `tokens_per_step` is the server's mean over its last logging interval, not over the time between the
+    readings.
+    """
     gauge: float | None = None
     """The mean that the server reports; None if it reports none, or nothing was drafted."""
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Over all steps if the server counts them, else over those with a draft; None if there was no step."""
+        """Over all steps if the server counts them, otherwise over those with a draft; None if there was no step."""
         if self.is_interval:
             return self.gauge
         if self.steps is None or self.generated is None:
@@ -167,7 +169,7 @@ class Counters:
     """One reading of a server's counters."""
 
     server: str | None
-    """The kind of server, by its metric names; None if the metrics have nothing about drafts."""
+    """The kind of server, by its metric names; None if the metrics say nothing about drafts."""
     total: SpeculationStats = SpeculationStats()
     """Since the server started."""
     running: int | None = None
@@ -180,7 +182,7 @@ class Counters:
         return max(0.0, at_s - self.started) if self.started else 0.0
 
     def has_restarted(self, before: Counters) -> bool:
-        """Whether the server restarted after `before`: another start time, or a count that fell."""
+        """Whether the server restarted after `before`: a different start time, or a count that fell."""
         if self.started is not None and before.started is not None and abs(self.started - before.started) > 1:
             return True
         pairs = [(getattr(self.total, name), getattr(before.total, name)) for name in COUNTED]
@@ -191,7 +193,7 @@ class Counters:
         """Counts after `before`, or since the server started.  Raises DataError if it has no metrics of drafts."""
         if self.server is None:
             raise DataError(
-                "the server's metrics have nothing about drafts; start vLLM, SGLang (--enable-metrics), llama-server "
+                "the server's metrics say nothing about drafts; start vLLM, SGLang (--enable-metrics), llama-server "
                 "(--metrics) or Outrider with a drafter"
             )
         restarted = before is not None and self.has_restarted(before)
@@ -237,7 +239,7 @@ def scrape(url: str, client: httpx.Client | None = None) -> Counters:
 def _advice(status: int) -> str:
     if status == 404:
         return "SGLang and llama-server need --enable-metrics and --metrics"
-    return "give user:password@ in the address" if status in (401, 403) else "look at the server's log"
+    return "put user:password@ in the address" if status in (401, 403) else "look at the server's log"
 
 
 def read(text: str, source: str = "the metrics") -> Counters:

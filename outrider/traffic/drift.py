@@ -1,10 +1,10 @@
-"""A sequential test of whether a running server has left the release's interval, valid after every sample.  No torch.
+"""A sequential test of whether a running server has left the release's interval, valid after every reading.  No torch.
 
 For traffic like the release's, tokens minus `tokens_per_step` × steps varies around 0 with the variance over prompts,
 since the steps of one answer depend on each other.  `Drift` bets against "the traffic lies within the release's
 interval" with several stakes at once and restarts a bet that has lost (an e-detector: Shin, Ramdas and Rinaldo, arXiv
 2203.03532).  However often it is read, the mean time to a false alarm is at least `days`.  A smoothed average with
-limits of three sigma would raise one every half hour at one reading per 5 s.
+three-sigma limits would raise one every half hour with one reading per 5 s.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ SHIFTS = (0.02, 0.05, 0.1, 0.2, 0.4)
 
 
 class Drift:
-    """Bets that tokens per step left the release's interval, for any number of series side by side."""
+    """Bets that tokens per step left the release's interval, for any number of series in parallel."""
 
     def __init__(self, release: Release, every_s: float, series: int = 1, days: float = DAYS_PER_FALSE_ALARM) -> None:
         """days: mean time to a false alarm, at one reading every `every_s` seconds."""
         self.release = release
         center = release.tokens_per_step.center
         stakes = np.array([shift * center / release.spread for shift in SHIFTS])
-        # larger stakes would let single prompts decide, and a release knows little about their tail
+        # larger stakes would let single prompts decide, and a release says little about their tail
         self.stakes: NDArray[np.float64] = np.minimum(stakes, 0.5 / release.prompt_spread)
         self.limit = math.log(2 * len(SHIFTS) * days * 86_400 / every_s)  # two sides; a mean over the bets
         self.won = np.zeros((2, series, len(SHIFTS)))
 
     def add(self, tokens: Any, steps: Any) -> NDArray[np.int64]:
-        """After one reading: -1 if tokens per step fell below the interval, 1 if they rose above it, else 0.
+        """After one reading: -1 if tokens per step fell below the interval, 1 if they rose above it, otherwise 0.
 
         tokens, steps [series].  A bet that has won is restarted.
         """

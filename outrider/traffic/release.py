@@ -1,4 +1,4 @@
-"""What a report promises about a drafter in service: tokens per step, with an interval.  No torch."""
+"""What a report predicts for a drafter in production: tokens per step, with an interval.  No torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from outrider.report.bootstrap import Interval
 from outrider.report.schema import Report, Row
 
 LEVEL, SIGMAS = 0.99, 2.576
-"""Of the release's interval.  Wider than the report's 95 %: a release outside its interval would alarm forever."""
+"""Confidence level of the release's interval.  Wider than the report's 95 %: a release outside its interval would raise
+alarms forever.
+"""
 FEWEST_PROMPTS = 8
 SELDOM = 0.02
-"""Largest share of steps without a draft for a drafter that counts as always drafting."""
+"""Maximum share of steps without a draft for a drafter to count as always drafting."""
 
 
 class Release(NamedTuple):
-    """What a report promises about a drafter in service."""
+    """What a report predicts for a drafter in production."""
 
     drafter: str
     temperature: float
@@ -34,7 +36,7 @@ class Release(NamedTuple):
     by_depth: tuple[Interval, ...] = ()
     """[k]: share of the drafts of which at least k + 1 tokens were accepted."""
     always_drafts: bool = False
-    """All but a few steps had a draft; False if the report does not show it."""
+    """Whether all but a few steps had a draft; False if the report does not show it."""
     other_temperatures: tuple[float, ...] = ()
     """Further temperatures at which the report has rows of the drafter."""
 
@@ -47,7 +49,7 @@ class Release(NamedTuple):
         return f"{self.drafter} at temperature {self.temperature:g}, {self.prompts} prompts{others}"
 
     def json(self) -> dict[str, Any]:
-        """The promise, to be stored with measurements."""
+        """The prediction, to be stored with measurements."""
         return {
             "drafter": self.drafter, "temperature": self.temperature, "prompts": self.prompts,
             "tokens_per_step": self.tokens_per_step._asdict(),
@@ -56,7 +58,7 @@ class Release(NamedTuple):
 
 
 def release_of(report: Report, drafter: str | None = None, temperature: float | None = None) -> Release:
-    """What `report` promises about `drafter` at `temperature`, over all its tasks.  The default is its lead row, which
+    """What `report` predicts for `drafter` at `temperature`, over all its tasks.  The default is its lead row, which
     was shown to be exact and is at temperature 0 if that was measured.
 
     Raises DataError if the report has no such drafter, no row at that temperature, or too few prompts for an interval.
@@ -77,7 +79,7 @@ def release_of(report: Report, drafter: str | None = None, temperature: float | 
     # plus twice the standard error of a variance, and a floor: a few prompts may be similar by chance
     spread = max(variance / float(steps.mean()) * (1 + 2 * math.sqrt(2 / len(pairs))), (center.center - 1) / 4, 0.05)
     prompt_spread = math.sqrt(spread * float(steps.mean()))
-    # resampling a hundred prompts, few of them extreme, gives intervals that cover in 96 of 100 cases, not 99
+    # resampling a hundred prompts, few of them extreme, gives intervals with 96 % coverage, not 99 %
     half = SIGMAS * math.sqrt(spread / float(steps.sum()))
     middle, low, high = center
     wide = Interval(middle, min(low, middle - half), max(high, middle + half))
@@ -93,7 +95,7 @@ def _rows_at(report: Report, drafter: str | None, temperature: float | None) -> 
     if not rows:
         drafters = ", ".join(sorted({row.drafter for row in report.rows}))
         if not drafters:
-            raise DataError("the report has no rows; name the report of a measured drafter")
+            raise DataError("the report has no rows; give the report of a measured drafter")
         raise DataError(
             f"the report has no measured rows of {drafter or drafters}; choose from {drafters}, or name another report"
         )

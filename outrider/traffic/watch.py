@@ -1,4 +1,4 @@
-"""Is the drafter in service as good as at its release?  Compares a server's counters with the release's interval.
+"""Is the drafter in production as good as at its release?  Compares a server's counters with the release's interval.
 
 No torch.
 """
@@ -39,7 +39,7 @@ class Window(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """All steps if the server counts them, else those with a draft."""
+        """All steps if the server counts them, otherwise those with a draft."""
         return self.stats.drafts if self.stats.steps is None else self.stats.steps
 
     def json(self) -> dict[str, Any]:
@@ -74,13 +74,13 @@ class View(NamedTuple):
     evidence: float
     """How close an alarm is; 1 is an alarm."""
     alarmed: bool
-    """This reading raised an alarm."""
+    """Whether this reading raised an alarm."""
     restarts: int
     steps_to_notice: float | None
     """Approximate steps until a drop of 10 % is detected; None if it lies within the release's interval."""
 
     def json(self) -> dict[str, Any]:
-        """One line of a log."""
+        """One log line."""
         return {
             "at": self.at_s, "server": self.counters.server, "away": self.away, "side": SIDES[self.side],
             "alarm": self.alarmed, "evidence": round(self.evidence, 4), "restarts": self.restarts,
@@ -90,7 +90,7 @@ class View(NamedTuple):
 
 
 class Watch:
-    """Turns readings into views.  Holds ten minutes of differences, never more."""
+    """Turns readings into views.  Keeps at most ten minutes of differences."""
 
     def __init__(self, release: Release | None, every_s: float) -> None:
         self.drift = Drift(release, every_s) if release else None
@@ -114,14 +114,14 @@ class Watch:
         while self._parts and self._parts[0][0] <= at_s - TEN_MINUTES_S:
             self._parts.popleft()
         if self._side and at_s - self._side_since_s >= TEN_MINUTES_S:
-            # at least ten minutes after the alarm: a minute of little traffic may lie within the interval by chance
+            # at least ten minutes after the alarm: a minute with little traffic may be within the interval by chance
             assert self.drift is not None
             if side_of(self.window(at_s, TEN_MINUTES_S), self.drift.release, sigmas=0) == 0:
                 self._side = 0
         return self._view(at_s, None, alarmed)
 
     def away(self, at_s: float, why: str) -> View:
-        """The server could not be read."""
+        """Records that the server could not be read."""
         return self._view(at_s, why, False)
 
     def window(self, at_s: float, seconds: float) -> Window:
@@ -150,8 +150,9 @@ class Watch:
 
 
 def side_of(window: Window, release: Release, sigmas: float = ONCE_SIGMAS) -> int | None:
-    """-1 if a single reading is below the release's interval by more than its noise, 1 if above, else 0; None without
-    steps, or if the server counts other steps than the release."""
+    """-1 if a single reading is below the release's interval by more than its noise, 1 if above, otherwise 0; None
+    without steps, or if the server counts steps differently from the release.
+    """
     reached = window.stats.tokens_per_step
     if reached is None or window.steps <= 0 or not is_comparable(window.stats, release):
         return None

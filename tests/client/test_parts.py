@@ -202,7 +202,7 @@ def test_a_cost_is_exact_and_cached_tokens_have_their_own_price(tmp_path):
         ("date: 2026-01-02\ncurrency: USD\nmodels: {m: {input: -1, output: 1}}", "line 3.*models.m.input"),
         ("date: 2026-01-02\ncurrency: USD\nmodels: {m: {inputs: 1, output: 1}}", "did you mean 'input'"),
         ("currency: USD", "date"),
-        ("[1]", "must hold a mapping"),
+        ("[1]", "must contain a mapping"),
     ],
 )
 def test_a_table_that_is_wrong_is_refused(tmp_path, text, match):

@@ -361,6 +361,6 @@ def test_steps_are_plain_where_whole_ones_write_other_texts(small, drafter_for, 
     assert wrong(small, drafter)
     recorded.clear()
     found = generation.generate(small, [[1, 2, 3]], drafter, **ASKED)
-    assert not recorded and "of several calls" in caplog.text
+    assert not recorded and "steps take several calls" in caplog.text
     with using("none"):
         assert found == generation.generate(small, [[1, 2, 3]], drafter, **ASKED)

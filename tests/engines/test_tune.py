@@ -266,7 +266,7 @@ def test_a_server_that_dies_or_is_another_is_refused_in_a_sentence(tmp_path: Pat
     port = sweep.free_port()
     url, log = f"http://127.0.0.1:{port}", tmp_path / "server.log"
     with (
-        pytest.raises(DataError, match="ended with 3 before it answered; see .*, its last lines: no such draft"),
+        pytest.raises(DataError, match="exited with 3 before it answered; see .*, its last lines: no such draft"),
         sweep.served([sys.executable, "-c", "print('no such draft'); raise SystemExit(3)"], url, "/health", log),
     ):
         pass

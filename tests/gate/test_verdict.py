@@ -335,7 +335,7 @@ def test_a_drafter_that_takes_anothers_place_is_compared_with_it() -> None:
         row["drafter"] = "eagle3"
     slower(new)
     outcome = judge(new, old)
-    assert outcome.finding("speed").verdict == "stop" and "eagle3 takes the place of ngram." in outcome.notes
+    assert outcome.finding("speed").verdict == "stop" and "eagle3 replaces ngram." in outcome.notes
 
 
 def test_a_row_that_the_baseline_lacks_must_still_be_exact() -> None:
@@ -405,7 +405,7 @@ def test_what_could_not_be_looked_for_is_neither_found_nor_clean() -> None:
     first["clean"] |= {"contaminated": [first["per_prompt"][0]["id"]], "checked": 1}
     found = judge(new, old)
     assert found.finding("contamination").verdict == "not measured"
-    assert "could not be searched for" in found.finding("contamination").reason
+    assert "could not be looked up" in found.finding("contamination").reason
     assert found.finding("clean figure").verdict == "not measured"
     for row in new["rows"]:
         row["clean"] |= {"contaminated": [prompt["id"] for prompt in row["per_prompt"][:12]], "checked": 12}
@@ -576,10 +576,10 @@ def test_a_refusal_is_in_the_files_too(files: Path, capsys: Any) -> None:
     """Catches a CI server that shows yesterday's verdict, or none, since the reports could not be compared today."""
     (files / "other.json").write_text(json.dumps(twins()[1] | {"target": "another"}))
     assert outrider_with("gate", "other.json", "--baseline", "old.json", *FILES) == 2
-    assert "measure both on one target" in " ".join(capsys.readouterr().err.split())
+    assert "measure both on the same target" in " ".join(capsys.readouterr().err.split())
     suite = ElementTree.parse(files / "gate.xml").getroot().find("testsuite")
     assert suite is not None and (suite.get("tests"), suite.get("errors")) == ("1", "1")
-    assert "measure both on one target" in (files / "gate.xml").read_text()
+    assert "measure both on the same target" in (files / "gate.xml").read_text()
     found = json.loads((files / "gate.json").read_text())
     assert found["verdict"] == "refused" and found["headline"].startswith("REFUSED: the candidate has target another")
     assert "REFUSED" in (files / "gate.md").read_text()

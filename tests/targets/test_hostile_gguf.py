@@ -124,7 +124,7 @@ CHANGED: dict[str, tuple[Change, str]] = {
     "another width": (lambda keys, _: keys.update({"llama.feed_forward_length": 9}), "require blk.0.ffn_up.weight"),
     "many heads": (lambda keys, _: keys.update({"llama.attention.head_count": 3}), "can't share|require"),
     "no number": (lambda keys, _: keys.update({"llama.attention.layer_norm_rms_epsilon": float("nan")}), "not a fin"),
-    "a number as text": (lambda keys, _: keys.update({"llama.context_length": "512"}), "not a whole number"),
+    "a number as text": (lambda keys, _: keys.update({"llama.context_length": "512"}), "not an integer above 0"),
     "a scaling to come": (lambda keys, _: keys.update({"llama.rope.scaling.type": "new"}), "rotary scaling is 'new'"),
     "experts": (lambda keys, _: keys.update({"llama.expert_count": 8}), "expert_count is 8, which is not supported"),
     "a soft cap": (lambda keys, _: keys.update({"llama.final_logit_softcapping": 30.0}), "not supported for this"),

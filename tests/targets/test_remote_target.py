@@ -297,7 +297,7 @@ def test_an_answer_that_can_not_be_used_is_refused() -> None:
     for choice, problem in (
         ({"text": "a"}, "returned no token ids"),
         ({"token_ids": [1], "finish_reason": "stop"}, "not among the end tokens"),
-        ({"token_ids": [3]}, "outside its supposed vocabulary of 3"),
+        ({"token_ids": [3]}, "outside its presumed vocabulary of 3"),
     ):
         rows = DrawnRows(SPEC, frozenset({2}), lambda bodies, own=choice: [own for _ in bodies], Sampling())
         with pytest.raises(TargetError, match=problem):

@@ -612,7 +612,7 @@ def test_the_log_that_is_read_is_never_written_onto(name, tmp_path):
         path = path.rename(tmp_path / "part.part")
     before = path.read_bytes()
     done = run(path, "--save", tmp_path / name, "--redact", "--calls", "1", "--over")
-    assert isinstance(done.exception, ConfigError) and "the log that is read" in str(done.exception)
+    assert isinstance(done.exception, ConfigError) and "the log being read" in str(done.exception)
     assert path.read_bytes() == before
 
 

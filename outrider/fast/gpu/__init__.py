@@ -1,1 +1,1 @@
-"""Passes that a CUDA GPU records once and repeats."""
+"""Passes that a CUDA GPU records once and replays."""

@@ -26,7 +26,7 @@ WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 Outputs = Sequence[Tensor | list[Tensor]]
 Recorder = Callable[[Callable[[], Outputs]], tuple[Callable[[], object], Outputs]]
-"""From a function that reads fixed tensors to (a function that runs it again, the tensors with its results)."""
+"""A function that reads fixed tensors → (a function that runs it again, the tensors with its results)."""
 
 
 _newest: Callable[[], torch.cuda.CUDAGraph | None] = lambda: None
@@ -59,14 +59,16 @@ _Key = tuple[int, int, int, int, int]
 """Rows, tokens per row, columns, taps, and the number of the buffers' layout."""
 
 MAX_CAPTURES = 48
-"""Maximum number of stored captures; then all are dropped, since a size is captured again in a fraction of a second."""
+"""Maximum number of stored captures; after that, all are dropped, since recapturing a size takes a fraction of a
+second.
+"""
 
 
 class _Capture(NamedTuple):
     arguments: tuple[Tensor, ...]
     """Tokens, depths, tree_mask, starts and taps, in the memory that the replay reads."""
     fixed: tuple[Tensor, ...]
-    """Columns and logit indices: the replay reads their memory too, and a graph does not keep it alive."""
+    """Columns and logit indices: the replay also reads their memory, and a graph does not keep it alive."""
     replay: Callable[[], object]
     outputs: list[Tensor]
 
@@ -106,11 +108,11 @@ class CudaGraphs:
         capture = self.captures[key]
         torch._foreach_copy_(capture.arguments, arguments)  # one launch per dtype
         capture.replay()
-        # the next replay overwrites them, and drafters keep what they get
+        # the next replay overwrites them, but drafters keep what they receive
         return [output[:, :width].clone() for output in capture.outputs]
 
     def _number_of(self, buffers: Sequence[Tensor]) -> int:
-        """The number of their layout, which is mostly that of the step before."""
+        """The number of their layout, which is usually that of the previous step."""
         first, last = self._ends()
         if first is not buffers[0] or last is not buffers[-1]:
             ends = weakref.ref(buffers[0]), weakref.ref(buffers[-1])
@@ -122,7 +124,7 @@ class CudaGraphs:
         there = tuple(argument.clone() for argument in arguments)
         *before, taps = there
         tokens, device = there[0], there[0].device
-        # every token's logits, always
+        # always the logits of every token
         logit_indices = torch.arange(tokens.shape[1], device=device).expand_as(tokens).contiguous()
         columns = torch.arange(end, device=device)
         replay, outputs = self.recorder(lambda: self.traced(*before, columns, taps, logit_indices, list(buffers)))

@@ -1,4 +1,4 @@
-"""The pass of a step on a GPU, by our kernels, for decoders with the architecture of Llama, Mistral and Qwen.
+"""The pass of a step on a GPU with our kernels, for decoders with the architecture of Llama, Mistral and Qwen.
 
 They are recognised by the names and sizes of their weights, and compared with the model's own modules before they are
 used (`CompiledStep.cuda_graphs`).  Other models, other dtypes and prompts run in transformers' code.
@@ -25,7 +25,7 @@ from outrider.targets.hf import gpu_attention
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 MOST = 1024
-"""Maximum number of rows of a pass; more are a prompt's."""
+"""Maximum number of rows of a pass; larger passes read prompts."""
 TILES = {
     "project": Tiles(64, 256, 4, 4, 1), "out": Tiles(32, 512, 4, 4, 2), "gate": Tiles(128, 128, 8, 4, 2),
     "down": Tiles(32, 256, 4, 6, 0), "head": Tiles(128, 128, 8, 4, 2),
@@ -52,7 +52,7 @@ class GpuPass(nn.Module):
         for layer in self.trunk.layers:
             more = {name for name, _ in layer.named_parameters()} - NORMS - PROJECTIONS - MLP
             if more not in (set(), HEAD_NORMS, BIASES) or type(layer.mlp.act_fn) not in (nn.SiLU, SiLUActivation):
-                raise TypeError(f"{type(layer).__name__} has other parts than the kernels support")
+                raise TypeError(f"{type(layer).__name__} has parts that the kernels do not support")
         attention, config = self.trunk.layers[0].self_attn, target.model.config
         size, sides = attention.head_dim, [len(each.weight) for each in (attention.q_proj, attention.k_proj)]
         self.heads = Heads(sides[0] // size, sides[1] // size, size, hasattr(attention, "q_norm"))
@@ -97,7 +97,7 @@ class GpuPass(nn.Module):
     ) -> None:  # fmt: skip
         """From the residual stream `before` [M, H] to `after`; writes keys and values to this layer's cache."""
         attention, heads = layer.self_attn, self.heads
-        # without norms any tensors, which are not read
+        # without norms, any tensors, since they are not read
         norms = (attention.q_norm.weight, attention.k_norm.weight) if heads.are_normed else cos_sin
         keys, values = cache
         projected = self._projected(before, layer.input_layernorm.weight, attention)
@@ -122,7 +122,7 @@ class GpuPass(nn.Module):
         return attend
 
     def _projected(self, x: Tensor, norm: Tensor, attention: Any) -> Tensor:
-        """Queries, keys and values of normed x, [M, h d + 2 H d]."""
+        """Queries, keys and values of normalised x, [M, h d + 2 H d]."""
         layers = attention.q_proj, attention.k_proj, attention.v_proj
         if len(x) > gpu.FEW:
             normed = gpu.normed(x, norm, self.eps)
@@ -131,7 +131,7 @@ class GpuPass(nn.Module):
         return gpu.project(x, norm, [each.weight for each in layers], biases, self.eps, TILES["project"])
 
     def _gated(self, x: Tensor, norm: Tensor, mlp: Any) -> Tensor:
-        """silu(gate) * up of normed x, [M, intermediate size]."""
+        """silu(gate) * up of normalised x, [M, intermediate size]."""
         if len(x) > gpu.FEW:
             normed = gpu.normed(x, norm, self.eps)
             return F.silu(F.linear(normed, mlp.gate_proj.weight)).mul_(F.linear(normed, mlp.up_proj.weight))

@@ -33,7 +33,7 @@ def build(
         log.warning("steps stay plain, since packages can't be stored: %s", error)
         return
     log.warning(
-        "compiling in the background, one to two minutes a step, once on this machine; steps are plain until then"
+        "compiling in the background, one to two minutes per step, once on this machine; steps are plain until then"
     )
     named = {"target": target, "drafter": drafter, **options}
     arguments = [f"--{name}={value}" for name, value in named.items() if value is not None]

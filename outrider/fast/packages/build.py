@@ -35,8 +35,9 @@ MOST_BYTES = 2**31
 """Models with more bytes of weights are not compiled on a CPU if the package would contain a copy of them."""
 
 MOST_CONSTANTS = 2**16
-"""Values of tensors created during tracing that a package without weights may contain; with more it contains weights
-too."""
+"""Number of values of tensors created during tracing that a package without weights may contain; with more, it also
+contains weights.
+"""
 
 HOLDS_WEIGHTS = "aot_inductor.package_constants_in_so"
 """Inductor's setting for whether a package contains the weights or gets them when it is loaded."""
@@ -88,7 +89,7 @@ def build_package(
     if not has_compiler():
         raise NotCompiled("no C++ compiler was found; install g++ for faster steps; without it steps stay plain")
     began = time.perf_counter()
-    # its default is a name in /tmp that another user could have made, with code to run in it
+    # its default is a path in /tmp that another user could have created, with code to run in it
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(private_folder(cache.folder() / "inductor")))
     try:
         # inductor packs weights for oneDNN itself
@@ -105,7 +106,7 @@ def build_package(
             configs = {"freezing": True, **options}
             weights = weights_of(function)
             lifted = {name: value for name, value in exported.constants.items() if name not in weights}
-            for spec in exported.graph_signature.input_specs:  # else they lose their names
+            for spec in exported.graph_signature.input_specs:  # otherwise they lose their names
                 if spec.kind == InputKind.CONSTANT_TENSOR:
                     spec.kind, spec.persistent = InputKind.BUFFER, False
             are_small = sum(value.numel() for value in lifted.values()) <= MOST_CONSTANTS

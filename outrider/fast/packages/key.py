@@ -33,7 +33,7 @@ def fingerprint(model: nn.Module, *more: object) -> str:
 
 
 def values_of(model: nn.Module) -> str:
-    """Hash of the weights' values, 16 hex digits, on which a package with a copy of them depends too."""
+    """Hash of the weights' values, 16 hex digits; a package with a copy of the weights also depends on it."""
     digest = hashlib.sha256()
     for _, weight in sorted(model.state_dict().items()):
         digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

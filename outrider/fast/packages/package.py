@@ -1,6 +1,6 @@
 """Packages of torch's ahead-of-time compiler, run without the interpreter's lock (GIL).
 
-torch's own Python call holds the lock for the whole pass, during which a server could not send an answer or take a
+torch's own Python call holds the lock for the whole pass, during which a server could not send an answer or accept a
 request.  Operators release the lock, so packages are run by our own operator if there is a C++ compiler.
 """
 
@@ -46,7 +46,8 @@ class Package:
             weakref.finalize(self, library.outrider_close_package, ctypes.c_int64(self._loaded))
             text, self.names = self._operators.describe_package(self._loaded)
         self.has_weights, self.constants = not text, _read(text)
-        """Whether it contains the weights; else `give` sets them and `constants`, which are not weights.  `names` are
+        """Whether it contains the weights; if not, `give` sets them and `constants`, which are not weights.  `names`
+        are
         all that it needs."""
 
     def give(self, weights: Mapping[str, Tensor]) -> None:

@@ -2,7 +2,7 @@
 products, attention uses our kernel, and cosines and sines of positions are computed once.
 
 An input of several layers (queries, keys and values; gate and up) is then read once, and threads synchronise once.
-Products are the same to the last bit: panels of outputs are concatenated, and each output is summed as before.
+Products are bit-identical: panels of outputs are concatenated, and each output is summed as before.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from outrider.kernels import quantized
 PREFIX = "panels_"
 """Prefix of the names of constants that are panels."""
 MOST_JOINED = 2**23
-"""Maximum number of bytes of quantised weights that are joined: larger products take longer than threads need to
-synchronise.
+"""Maximum bytes of quantised weights that are joined: larger products take longer than threads need to synchronise.
 """
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -121,7 +120,7 @@ def _places() -> dict[Any, int]:
 
 
 def _together(matmuls: list[tuple[Any, Tensor]]) -> list[list[tuple[Any, Tensor]]]:
-    """Groups to join.  Large quantised weights are not joined: copied side by side they would be in memory twice."""
+    """Groups to join.  Large quantised weights are not joined: copied side by side, they would be in memory twice."""
     is_large = matmuls[0][1].dtype == torch.uint8 and sum(weight.nbytes for _, weight in matmuls) > MOST_JOINED
     return [[each] for each in matmuls] if is_large else [matmuls]
 

@@ -1,7 +1,7 @@
 """Compiled steps on disk: packages, and the results of checking each.
 
-Beside `step-KEY.pt2`, `step-KEY.checked` says that this file was compared with the plain path, and `step-KEY.refused`
-says why there is no package.
+Next to `step-KEY.pt2`, `step-KEY.checked` records that this file was compared with the plain path, and
+`step-KEY.refused` says why there is no package.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def folder() -> Path:
 
 
 def was_checked(package: Path) -> bool:
-    """Whether this file was compared with the plain path before."""
+    """Whether this file was already compared with the plain path."""
     try:
         return bool(json.loads(cache.read(package.with_suffix(".checked"))) == _stamp(package))
     except (OSError, ValueError):

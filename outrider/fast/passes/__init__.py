@@ -1,1 +1,1 @@
-"""Faster passes for targets; `targets.hf.transformers`, which is below this package, finds them by name."""
+"""Faster passes for targets; `targets.hf.transformers`, which is in a lower layer, finds them by name."""

@@ -45,8 +45,9 @@ WIDEST = 1024
 EXAMPLE, BEFORE = (3, 8), 300
 """Rows and tokens per row of the traced pass, and columns before it."""
 ALLOWED = 0.1
-"""Relative difference of logits allowed for our kernels: rounding to bfloat16 explains a few hundredths, and a missing
-part of a layer makes several tenths."""
+"""Relative difference of logits allowed for our kernels: rounding to bfloat16 explains a few hundredths, whereas a
+missing part of a layer causes several tenths.
+"""
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -96,8 +97,9 @@ class CompiledStep(Compiled):
         return model
 
     def get(self, build: bool) -> float:
-        """As `Compiled.get`; from then on caches have buffers before a prompt is read, so that its first chunk can be
-        compiled too."""
+        """Like `Compiled.get`; from then on caches have buffers before a prompt is read, so that its first chunk can
+        also be compiled.
+        """
         seconds = super().get(build)
         self._learn_layout()
         return seconds
@@ -109,7 +111,7 @@ class CompiledStep(Compiled):
 
     @torch.inference_mode()
     def _learn_layout(self) -> None:
-        """By reading one token."""
+        """Found by reading one token."""
         if self.layout is None:
             cache = self.target.allocate(1, 1)
             self.target.prefill(cache, [0], torch.zeros(1, 1, dtype=torch.int64, device=self.target.device), [1])
@@ -137,9 +139,9 @@ class CompiledStep(Compiled):
         self, cache: SlotCache, rows: Sequence[int], tokens: Tensor, tree: Tree | None, taps: tuple[int, ...] = (),
         last: Sequence[int] | None = None, graph: Runnable | None = None,
     ) -> Scores:  # fmt: skip
-        """A pass of these slots over tokens [R, n], which stays open.
+        """A pass of these slots over tokens [R, n], which is left open.
 
-        last: the one token of each row whose logits are returned; default all tokens.  graph: one to test.
+        last: the one token of each row whose logits are returned; by default all tokens.  graph: a graph to test.
         """
         cache.open(rows, tokens.shape[1])
         arguments = self._arguments(tokens, cache, tree, taps, last)
@@ -227,7 +229,7 @@ class CompiledStep(Compiled):
             plain = self.target.verify(cache, rows, anchors, draft).logits
             tokens, tree = passed(anchors, draft, self.target.spec.vocabulary)
             yield plain, self.run(cache, rows, tokens, tree, graph=graph).logits
-            if isinstance(graph, Graph):  # a package reads prompts too
+            if isinstance(graph, Graph):  # a package also reads prompts
                 last = [tokens.shape[1] - 1] * len(rows)
                 yield plain[:, -1:], self.run(cache, rows, tokens, tree, last=last, graph=graph).logits
 

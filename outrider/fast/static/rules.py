@@ -1,6 +1,6 @@
-"""How the static step draws and judges: greedily, at each request's temperature, or with truncated distributions.
+"""How the static step samples and judges: greedily, at each request's temperature, or with truncated distributions.
 
-Tokens are those of `SamplingJudge`.  A device's own kernels draw and accept, except from truncated distributions.  B
+Tokens are those of `SamplingJudge`.  A device's own kernels sample and accept, except for truncated distributions.  B
 slots, N nodes, V vocabulary.
 """
 
@@ -23,7 +23,7 @@ from outrider.sampling.settings import Sampling
 
 
 class Greedy:
-    """Every request takes the likeliest tokens."""
+    """Every request uses the likeliest tokens."""
 
     def __init__(self, kernels: AcceptanceKernels | None = None):
         self.kernels = kernels
@@ -44,7 +44,7 @@ class Greedy:
 
 
 class Tempered:
-    """Every request draws at its temperature, from all tokens; at 0 it takes the likeliest."""
+    """Every request samples at its temperature, from all tokens; at 0 it uses the likeliest."""
 
     def __init__(self, kernels: AcceptanceKernels | None = None):
         self.kernels = kernels
@@ -75,11 +75,12 @@ class Tempered:
 
 
 class Truncated(Tempered):
-    """As `Tempered`, truncated by top-k, top-p and min-p."""
+    """Like `Tempered`, but truncated by top-k, top-p and min-p."""
 
     def __init__(self, rank: int, has_top_p: bool):
-        """rank: number of likeliest tokens that are sorted: at least the largest top-k, and all if a request has only
-        top-p; 0 for none.  has_top_p: whether any request has it."""
+        """rank: number of likeliest tokens to sort: at least the largest top-k, and all if a request has only top-p; 0
+        for none.  has_top_p: whether any request has it.
+        """
         super().__init__()
         self.rank, self.has_top_p = rank, has_top_p
 
@@ -101,9 +102,9 @@ class Truncated(Tempered):
         return torch.where(is_cold.view(shape), torch.zeros_like(p).scatter_(-1, choice, 1.0), p)
 
     def _nucleus(self, p: Tensor, top_p: Tensor) -> Tensor:
-        """p of tokens before which likelier ones, and equally likely ones with smaller ids, sum to less than top_p.
+        """p of the tokens for which likelier ones, and equally likely ones with smaller ids, sum to less than top_p.
 
-        More tokens may equal the last sorted one than were sorted: they are counted by their ids.
+        More tokens may tie with the last sorted one than were sorted: they are counted by their ids.
         """
         ids = p.topk(min(self.rank, p.shape[-1]), -1).indices.sort(-1).values
         ranked, order = p.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
@@ -118,7 +119,7 @@ class Truncated(Tempered):
 
 
 RANKS = (64, 256, 1024)
-"""Numbers of tokens that may be sorted, besides all."""
+"""Numbers of tokens that may be sorted, besides all of them."""
 
 
 class Kind(NamedTuple):
@@ -147,7 +148,7 @@ class Kind(NamedTuple):
         return cls(False, has_seeded, rank, any(each.top_p < 1 for each in drawn), any(each.min_p for each in drawn))
 
     def rule(self, kernels: AcceptanceKernels | None) -> StaticRule:
-        """kernels: the device's, which draw and accept if possible."""
+        """kernels: the device's, which sample and accept if possible."""
         if self.is_greedy:
             return Greedy(kernels)
         return Truncated(self.rank, self.has_top_p) if self.cuts else Tempered(kernels)
@@ -159,5 +160,5 @@ class Kind(NamedTuple):
 
 
 def _read(packets: Tensor) -> AcceptedTensors:
-    """What kernels returned, [B, N+4]; that logits are finite is known from the pass."""
+    """What the kernels returned, [B, N+4]; the pass already reports whether logits are finite."""
     return AcceptedTensors(packets[:, :-4], packets[:, -4], packets[:, -3], packets[:, -2])

@@ -1,8 +1,8 @@
 """The step of `loop` with tensors only, in the order: verify, accept, commit, observe, propose the next draft.
 
-All tensors are written in place, so the step can be recorded once and replayed.  Between two steps the draft waits in
-`StaticDraft`: the host reads one row of numbers per slot, with what was committed and drafted, and a policy decides how
-much of the draft the next step verifies.  End tokens and length limits are handled here too.
+All tensors are written in place, so the step can be recorded once and replayed.  Between two steps the pending draft is
+in `StaticDraft`: the host reads one row of numbers per slot, with what was committed and drafted, and a policy decides
+how much of the draft the next step verifies.  End tokens and length limits are handled here too.
 
 B slots, live or not; N nodes of a draft, n of them verified, V vocabulary, E ids that end a text.
 """
@@ -50,7 +50,7 @@ class StaticSlots(StaticPart):
     index: Tensor
     """[B] int64, output index of the next token."""
     left: Tensor
-    """[B] int64, number of tokens that the text may still grow by."""
+    """[B] int64, number of tokens by which the text may still grow."""
     live: Tensor
     """[B] bool."""
     seeds: Tensor
@@ -80,7 +80,9 @@ class StaticSlots(StaticPart):
         return Streams(self.seeds, self.index, self.seeded if self.has_seeded else None)
 
     def enter(self, row: int, state: DecodeState) -> None:
-        """Start slot `row` of the state, whose prompt was read.  Values are written one by one, without a transfer."""
+        """Start slot `row` of the state, whose prompt has been read.  Values are written one by one, without a
+        transfer.
+        """
         request, text = state.requests[row], state.tokens[row]
         sampling = request.sampling
         values = (
@@ -125,12 +127,12 @@ class StaticDraft(StaticPart):
     """The pending draft of every slot."""
 
     def __init__(self, slots: int, drafter: StaticDrafter, vocabulary: int, device: torch.device, dtype: torch.dtype):
-        """drafter: the drafter's part.  vocabulary, dtype: of the distributions that nodes are drawn from."""
+        """drafter: the drafter's part.  vocabulary, dtype: those of the distributions that nodes are sampled from."""
         self.drafter = drafter
         self.tokens = torch.zeros(slots, drafter.nodes, dtype=torch.int64, device=device)
         """[B, N]."""
         self.sizes = torch.zeros(slots, dtype=torch.int64, device=device)
-        """[B], how many nodes are verified: those that the drafter proposes, or fewer if the host says so."""
+        """[B], how many nodes are verified: those that the drafter proposes, or fewer if the host decides so."""
         self.confidence = torch.zeros(slots, drafter.nodes if drafter.has_confidence else 0, device=device)
         """[B, N] float32, or [B, 0]."""
         self.parents = parents_tensor(drafter.parents, slots, device)
@@ -139,7 +141,7 @@ class StaticDraft(StaticPart):
             self.parents = torch.full_like(self.tokens, -1)
         if drafter.has_q:
             self.q = torch.zeros(slots, drafter.nodes, vocabulary, device=device, dtype=dtype)
-            """[B, N, V], where nodes are drawn."""
+            """[B, N, V], if nodes are sampled."""
 
     def draft(self, nodes: int) -> Draft:
         """The first `nodes` of every slot; all of them if that number is a dynamic size."""
@@ -163,18 +165,18 @@ class StaticDraft(StaticPart):
 
 
 class StaticDrafter(StaticPart):
-    """A drafter's part of the step; what `Drafter.static` returns.  This one drafts nothing."""
+    """A drafter's part of the step; what `Drafter.static` returns.  The base class drafts nothing."""
 
     parents: Sequence[int] = ()
     """Its tree, the same in every step."""
     varies, depth = False, 0
     """Whether its tree depends on the drafted tokens and has no `parents`; if so, its number of levels."""
     has_q, has_confidence = False, False
-    """Whether its nodes are drawn from distributions, which are part of its drafts; whether it has confidences."""
+    """Whether its nodes are sampled from distributions, which are part of its drafts; whether it has confidences."""
     model: Any = None
     """The module with all weights that it reads, besides the target's."""
     borrowed: Sequence[Any] = ()
-    """Modules made by `model` from the target's weights, which are not part of it."""
+    """Modules created by `model` from the target's weights, which are not part of it."""
     code: Sequence[ModuleType] = ()
     """Python modules that it calls, besides those of its classes; the key of a package depends on their source."""
     caches: Sequence[Any] = ()
@@ -186,7 +188,7 @@ class StaticDrafter(StaticPart):
         return len(self.parents)
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
-        """Load these slots from the drafter's memory, in the middle of a text too."""
+        """Load these slots from the drafter's memory, even in the middle of a text."""
 
     def leave(self, rows: Sequence[int], state: DecodeState) -> None:
         """Store these slots in the drafter's memory, with what was observed since."""
@@ -196,27 +198,27 @@ class StaticDrafter(StaticPart):
         return Proposed(slots.anchor.new_empty(slots.anchor.shape[0], 0), torch.zeros_like(slots.anchor))
 
     def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
-        """As `Drafter.observe`; `slots` are as they were before the step."""
+        """Like `Drafter.observe`; `slots` are as they were before the step."""
 
 
 class StaticTarget(Protocol):
     """The target's part of the step."""
 
     def verify(self, slots: StaticSlots, draft: Draft, nodes: int) -> Scores:
-        """As `Target.verify`, for the first `nodes` of the draft, with the choices of its rows."""
+        """Like `Target.verify`, for the first `nodes` of the draft, with the choices of its rows."""
 
     def keep(self, slots: StaticSlots, walked: AcceptedTensors) -> None:
         """Keep anchor and path in the cache, in contiguous columns."""
 
 
 class StaticRule(Protocol):
-    """How drafts are drawn and judged."""
+    """How drafts are sampled and judged."""
 
     def distribution(self, logits: Tensor, slots: StaticSlots) -> Tensor:
         """The distribution of each slot, [B, ..., V], from logits [B, ..., V]."""
 
     def drawn(self, logits: Tensor, slots: StaticSlots, depth: int) -> tuple[Tensor, Tensor | None]:
-        """A drafted token per slot [B], from logits [B, V], and the q [B, V] that it was drawn from."""
+        """A drafted token per slot [B], from logits [B, V], and the q [B, V] that it was sampled from."""
 
     def accept(self, draft: Draft, scores: Scores, slots: StaticSlots) -> AcceptedTensors:
         """The accepted part of the draft."""
@@ -262,7 +264,7 @@ def step(
 ) -> Tensor:  # fmt: skip
     """Advance every live slot by one verified step, and draft for the next.
 
-    nodes: most verified nodes of a draft; no slot of `waiting` has more.  ends [E]: ids that end a text.
+    nodes: maximum number of verified nodes of a draft; no slot of `waiting` has more.  ends [E]: ids that end a text.
     Returns [B, ...] int64, for `SlotResult.read`.
     """
     draft = waiting.draft(nodes)
@@ -357,7 +359,7 @@ class SlotResult(NamedTuple):
     next_token: int
     invalid: int
     is_wrong: bool
-    """A token was committed by logits that are not finite."""
+    """Whether a token was committed from logits that are not finite."""
     drafted: PendingDraft
 
     @classmethod

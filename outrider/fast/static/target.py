@@ -54,7 +54,7 @@ class StaticCache:
 
 
 class StaticPass(StaticPart):
-    """Verifies one tree in every step, or trees that differ."""
+    """Verifies the same tree in every step, or trees that differ."""
 
     def __init__(
         self, target: Any, cache: SlotCache, parents: Sequence[int] | None, taps: tuple[int, ...], more: int = 0
@@ -112,7 +112,7 @@ def _with_one_more(mask: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def traced(target: Any, cache: SlotCache) -> nn.Module:
-    """The target's pass as a function of tensors, by our kernels if they are used for it."""
+    """The target's pass as a function of tensors, with our kernels if they are used for it."""
     step: Any = getattr(target, "step", None)
     if not isinstance(step, CompiledStep):
         raise NoStatic(f"{target.spec.name} is not a single transformers model")

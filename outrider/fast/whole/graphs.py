@@ -1,4 +1,4 @@
-"""Captures of a whole step of a batch, for each number of columns, a multiple of `COLUMNS`, and of verified nodes.
+"""Captures of a whole step of a batch, one for each number of columns (a multiple of `COLUMNS`) and of verified nodes.
 
 Everything else that a step depends on is in fixed tensors, or in the `Kind` of the live requests.  B slots, N nodes.
 """
@@ -77,7 +77,7 @@ class StepGraphs:
         for there in self.parts.caches:
             there.open(columns, self.rows)
         sizes = [there.cache.stacks.columns for there in self.parts.caches]
-        if sizes != self._sizes:  # a buffer that has grown has another address
+        if sizes != self._sizes:  # a buffer that has grown has a new address
             self.captures.clear()
         self._sizes = sizes
         return columns

@@ -1,4 +1,4 @@
-"""A whole step compiled for a CPU: one call of a package, over only the live slots.
+"""A whole step compiled for a CPU: one call of a package, over live slots only.
 
 The package is that of `fast.static.step.step`, with passes, acceptance and the draft for the next step; it reads the
 weights in memory.  B slots, N nodes, n of them verified.
@@ -59,7 +59,8 @@ class CompiledWholeStep(Compiled):
         rows = {0: Dim("rows", min=2, max=1024)}
         caches, columns, buffers = self.parts.caches, list[Any](), list[Any]()
         for n, there in enumerate(caches):
-            there.cache.reserve(there.cache.length)  # longer than the end, since equal sizes would be traced as one
+            # longer than the end, since equal sizes would be traced as the same size
+            there.cache.reserve(there.cache.length)
             there.open(LENGTH // 2 + n, range(SLOTS))
             columns.append({0: Dim(f"end{n}", min=3, max=2**20)})
             length = {2: Dim(f"length{n}", min=4, max=2**20)}

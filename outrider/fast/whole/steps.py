@@ -2,8 +2,8 @@
 
 It is a graph on a CUDA device, and a package on a CPU if one was built.  Between two calls the host reads what was
 committed and drafted, a policy decides how much of the draft is verified next, and slots enter and leave.  While a slot
-is here, its state is in tensors; it is loaded from the drafter's memory, in the middle of a text too, and stored there
-when the slot leaves, so that steps which need the host can be taken in between.
+is here, its state is in tensors; it is loaded from the drafter's memory, even in the middle of a text, and stored there
+when the slot leaves, so that steps that need the host can be run in between.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class WholeSteps:
         self, target: Any, drafter: Drafter, slots: int, length: int, ends: frozenset[int], kernels: Any = None,
         recorder: Recorder | None = None, builds: bool = False,
     ):  # fmt: skip
-        """length: tokens of the longest text.  kernels: as `SamplingJudge.kernels`.  recorder: default CUDA graphs on a
-        CUDA device; a CPU uses the package.  builds: whether missing packages are built.
+        """length: tokens of the longest text.  kernels: as in `SamplingJudge.kernels`.  recorder: default CUDA graphs
+        on a CUDA device; a CPU uses the package.  builds: whether missing packages are built.
 
         Raises NoStatic if steps of this target and drafter can't run on tensors only.
         """
@@ -59,7 +59,7 @@ class WholeSteps:
         """Steps for greedy requests and for others."""
         self.launchers: dict[Kind, StepGraphs | StepPackage | None] = {}
         self.kind: Kind | None = None
-        """Kind of the slots that are here."""
+        """Kind of the slots that are currently here."""
         self.waiting: dict[int, PendingDraft] = {}
         """The pending draft of each slot that is here."""
         self._for: tuple[list[int] | None, Kind | None] = None, None
@@ -71,26 +71,28 @@ class WholeSteps:
         self.contents.changes()
 
     def renew(self) -> None:
-        """Take over new weights of the drafter, with the same shapes; no slot may be here."""
+        """Adopt new weights of the drafter, with the same shapes; no slot may be here."""
         self.halves, self.launchers = {}, {}
         self._half(is_greedy=True)
 
     def serves(self, target: Any, drafter: Drafter, slots: int, length: int, ends: frozenset[int]) -> bool:
-        """Whether it can take the steps of this batch, with no slot of another one left."""
+        """Whether it can run the steps of this batch, with no slot of another one left."""
         is_same = self.drafter is drafter or not (self.drafts or drafter.limit)
         is_same = is_same and self.target is target and self.ends.tolist() == sorted(ends)
         fits = is_same and len(self.slots.anchor) == slots and self.length >= length
         return fits and not self.waiting and not self.contents.changes()
 
     def end(self) -> None:
-        """End the batch, and offer this runner to the next one of its drafter, or of its target without one."""
+        """End the batch, and offer this runner to the next batch of its drafter, or of its target if there is no
+        drafter.
+        """
         self._for = None, None
         vars(self.drafter if self.drafts else self.target)["whole"] = self
 
     # ── which steps can be whole ──────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self, state: DecodeState) -> bool:
-        """Whether these live slots can take a whole step now.  If not, slots that are here leave."""
+        """Whether these live slots can run a whole step now.  If not, slots that are here leave."""
         kind = self._kind(state)
         if kind is None or self._launcher(kind) is None:
             self.leave(state)
@@ -118,7 +120,7 @@ class WholeSteps:
 
     def _kind_of(self, samplings: Sequence[Sampling], shared_noise: bool) -> Kind | None:
         kind = Kind.of(samplings, shared_noise, self.target.spec.vocabulary)
-        # without drafts none is drawn by the target's noise
+        # without drafts, none is sampled with the target's noise
         return kind if kind is None or self.drafts else kind._replace(has_seeded=False)
 
     def _launcher(self, kind: Kind) -> StepGraphs | StepPackage | None:
@@ -146,7 +148,7 @@ class WholeSteps:
             passes = StaticPass(target, self.cache, None if drafter.varies else drafter.parents, self.drafter.taps)
             if not passes.is_chain and target.spec.mode != "tree":
                 raise NoStatic(f"{target.spec.name} verifies only chains, but the drafter's tree has branches")
-            dtype = torch.float64 if target.spec.dtype == "float64" else torch.float32  # as of `distribution.wide`
+            dtype = torch.float64 if target.spec.dtype == "float64" else torch.float32  # as in `distribution.wide`
             draft = StaticDraft(len(self.slots.anchor), drafter, vocabulary, target.device, dtype)
             rule = Kind(is_greedy, False).rule(self.kernels)
             self.halves[is_greedy] = StaticStep(self.slots, draft, passes, drafter, rule, self.ends)
@@ -175,7 +177,7 @@ class WholeSteps:
     def step(
         self, policy: Policy, state: DecodeState, budget: Sequence[int]
     ) -> tuple[Accepted, Mapping[int, Exception]]:  # fmt: skip
-        """As `loop.step`, after `prepare`.  budget [B]: most nodes of each live slot."""
+        """Like `loop.step`, after `prepare`. budget [B]: maximum number of nodes of each live slot."""
         had_drafts = bool(self.waiting)
         launcher = self._entered(state)
         drafter = launcher.parts.drafter
@@ -189,7 +191,7 @@ class WholeSteps:
             self.waiting[row] = outcome.drafted
             self._note_length(row, state)
         state.timing.lap("verify")
-        if had_drafts or not drafter.nodes:  # else nothing could have been verified
+        if had_drafts or not drafter.nodes:  # otherwise nothing could have been verified
             policy.observe(state, torch.tensor(sizes), accepted, state.timing)
         return accepted, errors
 
@@ -261,7 +263,7 @@ class WholeSteps:
         """The requests in these slots have ended; called before their caches are freed."""
         gone = [row for row in rows if row in self.waiting]
         if gone:
-            self._write_back()  # before anything else writes the tensors, such as the next request's prompt
+            self._write_back()  # before anything else writes to the tensors, such as the next request's prompt
         for row in gone:
             self.slots.leave(row)
             del self.waiting[row]
@@ -284,8 +286,9 @@ class WholeSteps:
             launcher.write_back()
 
     def _note_length(self, row: int, state: DecodeState) -> None:
-        """Set the length of a text in the caches, so that slots can be moved.  The target has not read its anchor, a
-        drafter may have."""
+        """Set the length of a text in the caches, so that slots can be moved.  The target has not read its anchor, but
+        a drafter may have.
+        """
         assert self.kind is not None
         length = len(state.tokens[row])
         self.cache.lengths[row] = length - 1

@@ -2,9 +2,9 @@
 needed.
 
 The absence of a difference does not show equality: both ends of the interval must lie within the margin (Schuirmann,
-1987).  Four imagined prompts are added to the scored ones: each side wins two.  Without them, ten prompts with equal
-scores would prove everything; with them, a margin of one point takes about 300 prompts, in line with the rule of three.
-No torch.
+1987).  Four hypothetical prompts are added to the scored ones: each side wins two.  Without them, ten prompts with
+equal scores would prove everything; with them, a margin of one point takes about 300 prompts, in line with the rule of
+three.  No torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.errors import DataError
 from outrider.report.bootstrap import DRAWS, Interval, interval_of, resampled
 
 IMAGINED = 2
-"""Imagined prompts that each side wins."""
+"""Hypothetical prompts that each side wins."""
 
 
 class Equivalence(NamedTuple):
@@ -52,7 +52,8 @@ def equivalence(
     """
     if len(new) != len(old) or not len(new):
         raise DataError(
-            f"new and old scores must be equally many, at least 1, for the same prompts, got {len(new)} and {len(old)}"
+            f"new and old scores must be equal in number, at least 1, for the same prompts, got {len(new)} and "
+            f"{len(old)}"
         )
     if not (margin > 0 and span > 0):
         raise DataError(f"margin and span must be above 0, got {margin:g} and {span:g}")
@@ -64,7 +65,7 @@ def equivalence(
             f"{wrong}; leave that prompt out of both lists"
         )
     values = np.concatenate([gained, [span, -span] * IMAGINED])
-    # the imagined prompts cancel: they widen the interval without moving it
+    # the hypothetical prompts cancel out: they widen the interval without moving it
     scale = len(values) / len(gained)
     drawn = resampled(values, lambda table: table.mean(axis=1), draws, seed) * scale
     center = float(gained.mean())
@@ -86,7 +87,7 @@ def _needed(gained: np.ndarray[Any, Any], margin: float, span: float, level: flo
     imagined = 2 * IMAGINED * span**2
 
     def is_enough(count: int) -> bool:
-        # imagined prompts weigh less among more real ones; only real ones move the center
+        # hypothetical prompts weigh less among more real ones; only real ones move the center
         half = z_level * math.sqrt(variance / count + imagined / count**2) + z_power * math.sqrt(variance / count)
         return half < margin
 

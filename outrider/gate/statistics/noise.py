@@ -23,7 +23,7 @@ POWER = 0.8
 
 
 class Noise(NamedTuple):
-    """How far reports of the same draft differ."""
+    """How much reports of the same draft differ."""
 
     sigma: float
     """Standard deviation of the log of new/old speed over prompts."""
@@ -92,7 +92,7 @@ def spread(logs: Sequence[Floats]) -> float | None:
 
 
 def prompts_needed(sigma: float, loss: float, tail: float) -> int:
-    """Prompts that detect a loss with 80 % power, by an interval with `tail` beyond either end."""
+    """Number of prompts that detect a loss with 80 % power, given an interval with `tail` beyond either end."""
     reach = float(ndtri(1 - tail) + ndtri(POWER))
     return max(2, math.ceil((reach * sigma / -math.log1p(-loss)) ** 2))
 

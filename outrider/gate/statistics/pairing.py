@@ -53,7 +53,9 @@ def compare(new: Report, old: Report, shared: float = 0.8) -> MatchedReports:
     DataError if the targets or the prompts of a row differ.
     """
     if bare_name(new.target) != bare_name(old.target):
-        raise DataError(f"the candidate has target {new.target}, the baseline {old.target}; measure both on one target")
+        raise DataError(
+            f"the candidate has target {new.target}, the baseline {old.target}; measure both on the same target"
+        )
     names, notes = _names(new, old)
     new_rows, old_rows = _by_key(new, "candidate"), _by_key(old, "baseline")
     pairs_of: dict[tuple[str, float], dict[str, RowPair]] = defaultdict(dict)
@@ -102,7 +104,7 @@ def _names(new: Report, old: Report) -> tuple[dict[str, str], list[str]]:
     added = [n for n in new_names if n not in names]
     gone = [n for n in old_names if n not in names]
     if len(added) == len(gone) == 1:
-        return names | {gone[0]: added[0]}, [f"{added[0]} takes the place of {gone[0]}."]
+        return names | {gone[0]: added[0]}, [f"{added[0]} replaces {gone[0]}."]
     return names, [
         f"Drafters of the baseline that the candidate lacks, not compared: {', '.join(gone)}."
     ] if gone else []

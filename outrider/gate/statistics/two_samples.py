@@ -1,10 +1,10 @@
-"""Do two sets of sampled texts follow one distribution?  Permutation tests within prompts, corrected for their number,
-with their power.
+"""Do two sets of sampled texts follow the same distribution?  Permutation tests within prompts, corrected for their
+number, with their power.
 
 The tests compare the token at each position (chi-square over tokens, rare ones pooled), the lengths of texts
 (Kolmogorov-Smirnov), and their 3-grams (energy distance of hashed counts: Székely and Rizzo, 2013).  All share the same
-relabelled sets: under one distribution labels carry no information, so every test has exactly its nominal false-alarm
-probability, however few the texts and whatever their ties.  Holm's rule corrects for the number of tests.  No torch.
+relabelled sets: under the same distribution labels carry no information, so every test has exactly its nominal
+false-alarm probability, even with few texts or many ties.  Holm's rule corrects for the number of tests.  No torch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Text = Sequence[int]
 ENDED = -1
 """Stands for the token of a text that has already ended."""
 MIN_TEXTS = 10
-"""Texts, in both sets together, that a token needs for its own cell: five expected in each set."""
+"""Number of texts, in both sets together, that a token needs for its own cell: five expected in each set."""
 SHARED = 8
 """Maximum number of cells shared by rare tokens."""
 BUCKETS = 512
 ENTRIES = 4_000_000
-"""Labels held in memory at once."""
+"""Number of labels kept in memory at once."""
 
 
 class Test(NamedTuple):
@@ -129,12 +129,14 @@ def _check(
     if draws + 1 < tests / alpha:
         raise DataError(
             f"{draws} draws can't show a probability below {1 / (draws + 1):.1e}, and {tests} tests at {alpha:g} need "
-            f"{alpha / tests:.1e}; take at least {math.ceil(tests / alpha)} draws"
+            f"{alpha / tests:.1e}; use at least {math.ceil(tests / alpha)} draws"
         )
 
 
 def _labels(counts: Sequence[int], draws: int, seed: int) -> Iterator[list[Floats]]:
-    """Signs [draws, 2n] per prompt, in pieces: +1 for the first set, -1 for the second.  The first row is the truth."""
+    """Signs [draws, 2n] per prompt, in pieces: +1 for the first set, -1 for the second.  The first row has the true
+    labels.
+    """
     noise = np.random.default_rng(seed)
     truth = [np.repeat(np.array([1, -1], dtype=np.float32), count) for count in counts]
     yield [labels[None] for labels in truth]
@@ -163,7 +165,7 @@ def _chi_square(signs: Floats, cells: Floats) -> Floats:
 
 
 def _distances(texts: Sequence[Text]) -> Floats:
-    """Euclidean distances [texts, texts] between counts of hashed 3-grams, beginning and end included."""
+    """Euclidean distances [texts, texts] between counts of hashed 3-grams, including beginning and end."""
     counts = np.zeros((len(texts), BUCKETS), dtype=np.float32)
     for row, text in zip(counts, texts, strict=True):
         padded = (-3, -2, *text, ENDED)

@@ -1,7 +1,7 @@
 """A report or a comparison as one self-contained HTML file that needs no network.
 
 `page.html` is the frame of every page, `report.html` and `comparison.html` have the text and tables of each,
-`charts.html` the drawings, `heat.html` heat tables, `page.css` the style, `page.js` the interaction.  The page is
+`charts.html` the charts, `heat.html` heat tables, `page.css` the style, `page.js` the interaction.  The page is
 readable without the script.  The templates escape every string from the data.
 """
 
@@ -33,7 +33,7 @@ ABREAST = 5
 
 
 def save(report: Report, folder: str | Path) -> Path:
-    """Write report.json and report.html; each is whole or as it was before.  Returns the folder."""
+    """Write report.json and report.html; each is either complete or unchanged.  Returns the folder."""
     folder = Path(folder)
     write_whole({folder / "report.html": render(report), folder / "report.json": report.json_text()})
     return folder

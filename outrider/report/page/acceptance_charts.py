@@ -1,4 +1,4 @@
-"""Charts of acceptance: by depth, task and sort of proposal, and compared with training; contamination."""
+"""Charts of acceptance: by depth, task and kind of proposal, and compared with training; contamination."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LISTED = 20
 """Maximum number of prompts named in a list; the rest are counted."""
 SORTS = (
     ("by_kind", "By what was proposed", "numbers, words, punctuation and so on"),
-    ("by_entropy", "By the target's entropy there", "how undecided the target was, in nats"),
+    ("by_entropy", "By the target's entropy there", "how uncertain the target was, in nats"),
     ("by_rank", "By rank under the target", "1 is its most probable token"),
 )
 CURVES = (
@@ -44,7 +44,9 @@ Cells = list[tuple[float | None, str, str]]
 
 
 def crowds(report: Report) -> dict[str, list[tuple[Row, Cells]]]:
-    """Figures drawn as one table if more than CROWD rows have them: cells (value, text, tip) by row; else empty."""
+    """Figures drawn as one table if more than CROWD rows have them: cells (value, text, tip) by row; otherwise
+    empty.
+    """
     gaps = [
         (row, [None if gap is None else -gap for gap in _gaps(row)]) for row in report.rows if row.predicted_by_depth
     ]
@@ -97,7 +99,7 @@ def accepted_per_step(row: Row) -> tuple[list[int], float]:
 
 
 def patterns(report: Report, field: str) -> dict[str, dict[str, list[int]]]:
-    """[tested, accepted] by sort of proposal and drafter, over all its rows; empty if nothing was tested."""
+    """[tested, accepted] by kind of proposal and drafter, over all its rows; empty if nothing was tested."""
     by_sort: dict[str, dict[str, list[int]]] = {}
     for row in (row for rows in by_drafter(report).values() for row in rows):
         for pattern in getattr(row.rejections, field) if row.rejections else ():
@@ -107,7 +109,7 @@ def patterns(report: Report, field: str) -> dict[str, dict[str, list[int]]]:
 
 
 def ladder(sorts: Sequence[str]) -> Rows:
-    """A narrow chart of shares, one rung per sort."""
+    """A narrow chart of shares, one row per kind."""
     axis = charts.PERCENT._replace(at=(0, 0.5, 1))
     return Rows("marks", sorts, axis, row=30, width=charts.THIRD, left=112, right=14)
 

@@ -1,9 +1,9 @@
 """Bars, lines and rows of marks: data and layout; `charts.html` draws them, `heat.html` draws tables.
 
 plotly, the usual choice, would add 4 MB of script that does not print to every report; these shapes take 20 kB, are
-static, and carry their numbers as text and tooltips.
-A colour is a number from 0, in the order of the drafters; None is the grey of the target alone.  The style sheet maps
-both to values, so light, dark and print share one drawing.  A value of None is "not measured", never 0.
+static, and include their numbers as text and tooltips.  A colour is a number from 0, in the order of the drafters; None
+is the grey of the target alone.  The style sheet maps both to values, so light, dark and print share one drawing.  A
+value of None is "not measured", never 0.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from outrider.report.schema import Row
 COLOURS = 7
 WIDE, HALF, THIRD, PHONE = 960, 470, 306, 364
 GUTTER = 218
-"""Width left of bars and rows of marks, for a name with the conditions below it."""
+"""Width to the left of bars and rows of marks, for a name with the conditions below it."""
 MAX_TIPS = 1200
-"""Maximum number of dots with a tooltip each: tooltips dominate the size of a large page."""
+"""Maximum number of dots that have a tooltip each: tooltips dominate the size of a large page."""
 SHAPES = ("circle", "square", "diamond", "triangle")
 
 
@@ -112,7 +112,7 @@ def strips(rows: Sequence[tuple[Row, Sequence[Dot]]], axis: Axis, line: float, l
 
 
 def _swarm(dots: Sequence[Dot], x: Callable[[float], float], pitch: float = 9.5) -> list[Dot]:
-    """Dots with vertical shifts, so that neighbours don't overlap while there is room."""
+    """Dots with vertical shifts, so that neighbours don't overlap as long as there is room."""
     last = dict.fromkeys((0.0, -pitch, pitch, -2 * pitch, 2 * pitch), -math.inf)
     placed = []
     for dot in sorted(dots, key=lambda dot: dot.value):
@@ -120,7 +120,7 @@ def _swarm(dots: Sequence[Dot], x: Callable[[float], float], pitch: float = 9.5)
         lift = next((lift for lift, end in last.items() if here - end >= pitch), min(last, key=last.__getitem__))
         last[lift] = here
         placed.append(dot._replace(lift=lift))
-    return sorted(placed, key=lambda dot: dot.is_alarm)  # an alarm is drawn last, over its neighbours
+    return sorted(placed, key=lambda dot: dot.is_alarm)  # an alarm is drawn last, on top of its neighbours
 
 
 # ── lines ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,4 @@
-"""The cost of a million tokens without and with a drafter, and when the drafter has paid for itself.
+"""The cost of a million tokens with and without a drafter, and when the drafter has paid for itself.
 
 The page shows the figures for the settings below; its script recomputes them for the reader's own.  A test checks that
 both compute the same.

@@ -11,11 +11,11 @@ from outrider.report.summary import MISSING, conditions, interval
 Colours = dict[str, int]
 """Colour by drafter, the same in every chart."""
 CROWD = 9
-"""Maximum number of rows with a drawing each; more share a heat table or small drawings."""
+"""Maximum number of rows that have a chart each; more share a heat table or small charts."""
 
 
 def grouped(report: Report, key: Callable[[Row], str] = conditions) -> dict[str, list[Row]]:
-    """Rows by a key; by default comparable rows, those of one task and temperature, by the words for both."""
+    """Rows by a key; by default comparable rows (same task and temperature), keyed by a description of both."""
     groups: dict[str, list[Row]] = {}
     for row in report.rows:
         groups.setdefault(key(row), []).append(row)

@@ -32,7 +32,7 @@ def generate_speedup(row: Row) -> float | None:
 
 
 def whisker(row: Row) -> tuple[float, float] | None:
-    """The ends of the interval drawn over the end of the bar."""
+    """The ends of the interval, drawn over the end of the bar."""
     ends = row.speedup_range
     return None if ends is None or ends.low is None or ends.high is None else (ends.low, ends.high)
 
@@ -64,7 +64,7 @@ def _tip(prompt: PromptResult) -> str:
 
 
 def latency(report: Report, colours: Colours) -> list[Panel]:
-    """Time per token, then gaps between steps, both beside the target alone."""
+    """Time per token, then gaps between steps, both next to the target alone."""
     panels, groups = [], grouped(report)
     for name, rows in groups.items():
         tpot = _curves(rows, "tpot_curve_ms", colours, "prompts", "ms per token")
@@ -111,7 +111,9 @@ def first_tokens(report: Report) -> Rows | None:
         waits += [(None, name, row.plain_ttft_ms) for row in rows if row.plain_ttft_ms.p50 is not None][:1]
     highs = [value for *_, wait in waits for value in (wait.p50, wait.p99) if value is not None]
     axis = Axis(
-        "ms to the first token: half, 95 in 100 (stroke), 99 in 100 of the prompts", 0, max(highs, default=1.0) * 1.04
+        "ms to the first token: median, 95th (stroke) and 99th percentile of the prompts",
+        0,
+        max(highs, default=1.0) * 1.04,
     )
     return Rows("marks", waits, axis, row=40) if any(wait.p50 is not None for *_, wait in waits) else None
 

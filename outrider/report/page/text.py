@@ -1,4 +1,4 @@
-"""Texts, token by token: which samples fit on the page, and the tip of each token."""
+"""Texts, token by token: which samples fit on the page, and the tooltip of each token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.report.schema import Report, Row
 from outrider.report.summary import conditions
 
 MAX_ALL = 1600
-"""Maximum number of tokens on one page: each takes about 150 bytes, most of it the tip."""
+"""Maximum number of tokens on one page: each takes about 150 bytes, most of it for the tooltip."""
 MAX_TOKENS = 400
 """Maximum number of tokens drawn of one text."""
 SHADES = 5

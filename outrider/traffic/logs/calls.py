@@ -1,6 +1,6 @@
-"""A recorded request: its body, its time, and what the log has of its answer.  No torch.
+"""A recorded request: its body, its time, and what the log contains about its answer.  No torch.
 
-If a log has no text, calls get generated words.
+If a log has no text, words are generated for its calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Call:
     expected_tokens: int | None = None
     """Length of the answer in the log."""
     synthetic: bool = False
-    """The text is generated; only its length and shared prefixes come from the log."""
+    """Whether the text is generated; if so, only its length and shared prefixes come from the log."""
     answer: str | None = None
     """What the recorded server answered."""
 
@@ -39,7 +39,7 @@ class Call:
 
 
 class RecordedFailure(Exception):
-    """The recorded server failed here, so there is nothing to replay."""
+    """Whether the recorded server failed here, so that there is nothing to replay."""
 
 
 SECRETS = {"api_key", "apikey", "api-key", "authorization", "headers", "extra_headers", "extra_query"}
@@ -47,7 +47,7 @@ SECRETS = {"api_key", "apikey", "api-key", "authorization", "headers", "extra_he
 
 
 def checked_body(body: Any) -> dict[str, Any]:
-    """A body that can be sent, without its secrets.  Raises ValueError if it can't be sent."""
+    """A body that can be sent, with secrets removed.  Raises ValueError if it can't be sent."""
     if not isinstance(body, dict):
         raise ValueError(f"the body is a {type(body).__name__}; expected an object with messages or prompt")
     messages, prompt = body.get("messages"), body.get("prompt")
@@ -95,7 +95,7 @@ VOCABULARY = (
     "area money story fact month lot right study book eye job word business issue side kind head house service friend "
     "father power hour"
 )
-"""Words of about one token each in most tokenizers."""
+"""Words that are about one token each in most tokenizers."""
 WORDS = VOCABULARY.split()
 LONGEST = 4_000_000
 """Tokens; a longer call is considered a mistake."""

@@ -1,6 +1,6 @@
-"""The category of a request, by marks in its text: code, math, extraction, language, chat, or other.  No torch.
+"""The category of a request, by keywords in its text: code, math, extraction, language, chat, or other.  No torch.
 
-A mark is a pattern, named in `MARKS`; each has a test, and docs/plan.md lists them.  The category with the most marks
+A mark is a pattern in `MARKS`; each has a test, and docs/plan.md lists them.  The category with the most marks
 wins; a tie gives `other`.  The marks of `chat` are those of everyday talk, and count only if no other category has any.
 """
 

@@ -21,7 +21,7 @@ from outrider.traffic.logs.calls import Call, checked_body, length_of, seconds_o
 from outrider.traffic.logs.redaction import unredacted
 
 Parse = Callable[[Any, str], list[Call]]
-"""(row, default id) -> its calls, with the times of the row."""
+"""(row, default id) → its calls, with the times of the row."""
 UNREADABLE = (csv.Error, DataError, LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """Raised for a row that is not in the format."""
 

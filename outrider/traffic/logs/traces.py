@@ -4,7 +4,7 @@ A row of Outrider's format is `{t, session, body, expected_output_tokens, meta}`
 to an OpenAI-compatible server, `t` is in seconds.
 
 A log is read twice: first to check every row and record its offset, then row by row in the order of the times, so it
-need not fit into memory.  (A JSON array, as in ShareGPT, is held in memory.)
+need not fit into memory.  (A JSON array, as in ShareGPT, is kept in memory.)
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def read(path: Path, format: str | None = None, skip_bad: bool = False) -> Trace
     timed = sum(not math.isnan(time) for time in times)
     if timed not in (0, len(times)):
         raise DataError(f"{path}: {timed} of {len(times)} rows have a time; give a time to all rows or to none")
-    order = np.argsort(times, kind="stable")  # without times, the order stays
+    order = np.argsort(times, kind="stable")  # without times, the order is kept
     trace.offsets, trace.lines = (array("q", np.asarray(column)[order].tobytes()) for column in (offsets, lines))
     if timed:
         trace.has_times, trace.start_s = True, times[order[0]]

@@ -1,6 +1,6 @@
-"""One answer of a server: its text, when each piece arrived, how it ended, whether to retry.  No torch.
+"""One answer from a server: its text, when each piece arrived, how it ended, and whether to retry.  No torch.
 
-TTFT: from the first sending of the call to its first text.  E2E: to the end of its answer, including pauses and
+TTFT: from the first time the call is sent to its first text.  E2E: to the end of its answer, including pauses and
 retries.  TPOT = (E2E - TTFT) / (tokens - 1), which speculation shortens.
 """
 
@@ -46,13 +46,13 @@ class Answer:
     prompt_tokens: int | None = None
     finish: str | None = None
     acceptance: dict[str, int] | None = None
-    """Of this request: drafts, drafted, accepted, if the server reports them."""
+    """For this request: drafts, drafted, accepted, if the server reports them."""
     is_done: bool = False
-    """The server sent [DONE]."""
+    """Whether the server sent [DONE]."""
     attempts: int = 1
     """How often the call was sent."""
     due_s: float | None = None
-    """When the call was to be sent; None in a closed loop."""
+    """When the call was due to be sent; None in a closed loop."""
 
     @property
     def text(self) -> str:
@@ -148,7 +148,7 @@ class Answer:
         self.failure = f"HTTP {self.status}: {str(message)[:200]}" if message else f"HTTP {self.status}"
 
     def end(self, at_s: float, failure: str | None) -> None:
-        """End the answer.  A complete one may lose its connection afterwards."""
+        """End the answer.  Ignored for a complete answer, which may lose its connection afterwards."""
         self.failure = None if self.is_done else failure
         self.ended_s = at_s
 

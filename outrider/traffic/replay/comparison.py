@@ -15,7 +15,7 @@ class TextComparison:
     compared: int = 0
     equal: int = 0
     first_differences: tuple[tuple[str, int], ...] = ()
-    """(id of the call, index of the first character that differs) of the first few."""
+    """(id of the call, index of the first differing character) of the first few."""
 
     def take(self, name: str, one: str, other: str) -> int | None:
         """Add a pair.  Returns the index of the first character that differs; None if the texts are equal."""

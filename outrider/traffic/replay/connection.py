@@ -3,7 +3,7 @@
 h11 implements HTTP; this file records when bytes arrive and how an answer ends.  httpx would take three times the CPU
 per call: two thirds of a core at 200 calls/s, which would distort the times.
 
-Whatever a server does, nothing here raises: every failure is recorded in an `Answer`.
+Nothing here raises, whatever a server does: every failure is recorded in an `Answer`.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class ConnectionPool:
     def __init__(self, address: Address, timeout_s: float = 120.0, key: str | None = None) -> None:
         self.address = address
         self.timeout_s = timeout_s
-        """The longest time without a byte."""
+        """Maximum time without a byte."""
         self.free: list[_Connection] = []
         self.busy: set[_Connection] = set()
         self.tls = ssl.create_default_context() if address.tls else None
@@ -223,7 +223,8 @@ class ConnectionPool:
         except ssl.SSLError as error:
             reason = error.reason or "TLS"
         except OSError as error:
-            # if all of several addresses fail, the error has no errno; that of an unknown name has a different meaning
+            # if all of several addresses fail, the error has no errno; the errno for an unknown name has a different
+            # meaning
             if isinstance(error, socket.gaierror):
                 reason = error.strerror or NO_ADDRESS
             else:
@@ -241,7 +242,7 @@ class ConnectionPool:
             self.free.append(connection)
 
     def _watch(self) -> None:
-        """Check for silent connections periodically: a timer for each would cost more than everything else."""
+        """Check periodically for silent connections: a timer for each would cost more than everything else."""
         if self.watch is None:
             every_s = min(1.0, self.timeout_s / 10)
             self.watch = asyncio.get_running_loop().call_later(every_s, self._check_silence)

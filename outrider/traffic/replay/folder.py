@@ -1,4 +1,6 @@
-"""The output folder of a replay; neither the log nor, without `over`, existing files are overwritten.  No torch."""
+"""The output folder of a replay; neither the log nor, unless `over` is set, existing files are overwritten.  No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def check_paths(
         paths += [("--out", out / name) for name in (*FILES, "replay.json.part")]
     for option, path in paths:
         if path.exists() and log.exists() and path.samefile(log):
-            raise ConfigError(f"{option} would overwrite {path}, the log that is read; name another path")
+            raise ConfigError(f"{option} would overwrite {path}, the log being read; choose another path")
     for kind, target in (("file", save), ("folder", out)):
         if target is not None:
             _check_free(kind, target, over)

@@ -1,7 +1,7 @@
 """Counts and latencies of one server's calls, without texts.  No torch.
 
-Times are in seconds; `Answer` defines TTFT, TPOT and E2E.  Gaps between the pieces of an answer are reported too, since
-a step that accepts several tokens sends them in one piece.
+Times are in seconds; `Answer` defines TTFT, TPOT and E2E.  Gaps between the pieces of an answer are also reported,
+since a step that accepts several tokens sends them in one piece.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from outrider.traffic.replay.comparison import TextComparison
 
 Table = np.ndarray[Any, np.dtype[Any]]
 BLOCKS = 500
-"""Pairs are resampled in at most this many blocks of consecutive calls: a million single draws would take an hour."""
+"""Pairs are resampled in at most this many blocks of consecutive calls: a million individual draws would take
+an hour.
+"""
 
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
 IN_JSON = (
@@ -99,7 +101,7 @@ class Endpoint:
     """Calls that were sent more than once."""
     attempts: int = 0
     seconds: float = 0.0
-    """From the start of the replay to the end of the last answer."""
+    """Seconds from the start of the replay to the end of the last answer."""
     answers_per_s: float = 0.0
     tokens: int = 0
     tokens_per_s: float = 0.0
@@ -113,12 +115,12 @@ class Endpoint:
     acceptance: Mapping[str, Any] | None = None
     """The server's counters over the replay; None if it has none."""
     reported_acceptance: Counter[str] | None = None
-    """Sums of what answers reported about their drafts; `answers` is how many did."""
+    """Sums of what answers reported about their drafts; `answers` is how many reported it."""
     warmed: int = 0
     """Calls that were not timed."""
     timed_from_s: float = math.inf
     timed_until_s: float = 0.0
-    """From the sending of the first timed call to the end of the last."""
+    """Seconds from sending the first timed call to the end of the last."""
     ended_s: float = 0.0
     uncounted: int = 0
     """Answers without a token count from the server."""
@@ -177,7 +179,7 @@ class Endpoint:
 
     @property
     def lost(self) -> int:
-        """Calls that are not accounted for; anything but 0 is a bug."""
+        """Calls that are not accounted for; anything other than 0 is a bug."""
         return self.sent - self.answered - self.cut_off.total() - self.failed.total()
 
     def json(self) -> dict[str, Any]:

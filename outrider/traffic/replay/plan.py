@@ -1,4 +1,4 @@
-"""How the calls of a log are sent: when each is due, and the body that a server gets.  No torch."""
+"""How the calls of a log are sent: when each is due, and the body that each server receives.  No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIONS = {
     "max_tokens": "--max-tokens",
     "timeout_s": "--timeout",
 }  # fmt: skip
-"""Numbers of a plan that must be above 0, and their command-line options."""
+"""Numbers in a plan that must be above 0, and their command-line options."""
 
 
 @dataclass(frozen=True, config={"use_attribute_docstrings": True})
@@ -39,26 +39,26 @@ class Plan:
     split: bool = False
     """Send each session to one of the servers instead of to all."""
     limit: int | None = None
-    """Send only the first calls; by default, all of the log."""
+    """Send only this many calls, the first ones; by default, all calls of the log."""
     warmup: int = 0
-    """First calls that are sent and counted, but not timed."""
+    """Number of initial calls that are sent and counted, but not timed."""
     model: str | None = None
     """Model to request instead of the log's; by default, a model that a server does not have is replaced by its first
     one."""
     max_tokens: int | None = None
-    """The most tokens of an answer; a call with a lower limit keeps it."""
+    """Maximum number of tokens of an answer; a call with a lower limit keeps it."""
     greedy: bool = False
     """Use temperature 0 for every call, so that answers can be compared."""
     ignore_eos: bool = False
-    """Give synthetic calls answers of full length; text after an end token is not real output."""
+    """Make answers to synthetic calls as long as in the log; text after an end token is not real output."""
     completions: bool = False
     """Send messages as a prompt to /v1/completions, for targets without a chat template."""
     slo: Mapping[str, float] = field(default_factory=dict)
     """Limits in seconds for ttft, tpot, e2e."""
     retries: int = 3
-    """How often a failed call is retried."""
+    """Maximum number of retries of a failed call."""
     timeout_s: float = 120.0
-    """Longest time without a byte, in seconds."""
+    """Maximum time without a byte, in seconds."""
     seed: int = 0
     """Seed of the random times."""
     redact: bool = False

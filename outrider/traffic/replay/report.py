@@ -17,7 +17,7 @@ class ServerComparison:
 
     url: str
     ratios: Mapping[str, Interval]
-    """Of the mean TTFT, TPOT and E2E, this server / the first, with 95 % intervals."""
+    """Ratios of the mean TTFT, TPOT and E2E, this server / the first, with 95 % intervals."""
     answers: TextComparison | None
     """Over the calls that both answered."""
 
@@ -31,17 +31,17 @@ class ReplayResult:
     mode: str
     measured: str
     calls: int
-    """Planned, sent or not."""
+    """Number of planned calls, whether or not they were sent."""
     not_sent: int
     """Calls not sent because the replay was stopped; 0 for a whole run."""
     left_out: Mapping[str, int]
     """Numbers of skipped rows of the log, by reason."""
     synthetic: int
-    """Calls with generated text: their acceptance means nothing."""
+    """Calls with generated text: their acceptance is meaningless."""
     is_whole: bool
     seconds: float
     schedule_error_s: Spread | None
-    """Delay of all calls after their due time; None in a closed loop."""
+    """Delay of all calls relative to their due time; None in a closed loop."""
     endpoints: tuple[Endpoint, ...]
     comparisons: tuple[ServerComparison, ...]
     """Every other server, compared with the first."""

@@ -2,13 +2,13 @@
 
 Every call goes to every server (with `split`, each session to one of them), so all answer the same requests under the
 same load.  When a call is due it is sent to all, in an order that rotates from call to call; in a closed loop each
-caller asks the servers one after the other, in that order.  Texts are written to a file as they arrive and kept only
-until the slowest server has answered; memory holds only numbers of each call.
+caller sends its calls to the servers one after the other, in that order.  Texts are written to a file as they arrive
+and kept only until the slowest server has answered; memory holds only numbers of each call.
 
-Calls sent are always `answered + failed + cut off`, by server and by reason.  A call has failed if nothing of its
-answer arrived, and is cut off if a part did.  A failed call is retried if that may help (no connection, 408, 429, 500,
-502, 503, 504, a stream that ended before its first text), up to `retries` times, after Retry-After or a pause that
-doubles.  A call is not retried if it was cut off, timed out, or would wait longer than `LONGEST_PAUSE_S`.
+The number of calls sent is always `answered + failed + cut off`, by server and by reason.  A call has failed if nothing
+of its answer arrived, and is cut off if a part did.  A failed call is retried if that may help (no connection, 408,
+429, 500, 502, 503, 504, a stream that ended before its first text), up to `retries` times, after Retry-After or a pause
+that doubles.  A call is not retried if it was cut off, timed out, or would wait longer than `LONGEST_PAUSE_S`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def replay(
     After Ctrl-C, the result covers the calls up to then.  After an error, such as a log that changed in the meantime,
     the result is written and the error is raised.  ConfigError and DataError are raised before anything is sent.
 
-    folder: gets calls.jsonl, with a line for each finished call, and replay.json.  key: sent as a bearer token and
+    folder: receives calls.jsonl, with a line for each finished call, and replay.json.  key: sent as a bearer token and
     never written.
     """
     plan = plan or Plan()
@@ -193,7 +193,7 @@ class _Run:
                 return
 
     def _bodies(self, number: int, call: Call) -> list[tuple[int, str, bytes]]:
-        """(server, path, body) for each server that gets the call, in the order of sending."""
+        """(server, path, body) for each server that receives the call, in the order of sending."""
         count = len(self.servers)
         if self.plan.split:
             session = None if call.session is None else call.session.encode("utf-8", "surrogatepass")
@@ -209,7 +209,7 @@ class _Run:
         return [(server, *prepared(call, self.servers[server], self.plan)) for server in order]
 
     async def _send(self, number: int, call: Call, bodies: list[tuple[int, str, bytes]], due_s: float | None) -> None:
-        """Send one call to every server that gets it, and record the answers."""
+        """Send one call to every server that should receive it, and record the answers."""
         if self.is_stopped:
             return
         self.num_begun += 1
@@ -224,7 +224,7 @@ class _Run:
             task.add_done_callback(self.answer_tasks.discard)
             tasks.append((server, task))
             if due_s is None:
-                await asyncio.wait([task])  # a caller asks one server after the other
+                await asyncio.wait([task])  # a caller sends to one server after the other
         for server, task in tasks:
             try:
                 answers[server] = await task
@@ -328,7 +328,7 @@ class _Run:
     def _notes(self) -> list[str]:
         notes = []
         if self.trace.num_synthetic:
-            notes.append("synthetic text: acceptance and answers mean nothing")
+            notes.append("synthetic text: acceptance and answers are meaningless")
         if self.num_sampled and any(one.with_first.compared or one.with_log.compared for one in self.endpoints):
             notes.append(
                 f"{self.num_sampled} calls sample, so their answers may differ; --greedy sends them at temperature 0"
@@ -351,5 +351,5 @@ class _Run:
             return None, str(error)
         note = "it restarted during the run: acceptance covers the time after that" if since.restarted else None
         if since.is_interval:
-            note = "tokens per step are of its last logging interval, not of this run"
+            note = "tokens per step are for its last logging interval, not for this run"
         return since.json(), note

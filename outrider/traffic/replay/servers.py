@@ -1,4 +1,4 @@
-"""The servers of a replay: which models each has, and its counters.  No torch."""
+"""The servers of a replay: which models each serves, and its counters.  No torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Server(NamedTuple):
     """Empty if the server does not list them."""
     before: Counters | None
     no_counters: str | None
-    """Why it has no counters of drafts; None if it has."""
+    """Why it has no draft counters; None if it has them."""
 
     @property
     def url(self) -> str:
