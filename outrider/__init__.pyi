@@ -41,7 +41,7 @@ def load_drafter(
     intermediate: int | None = None, rms_norm_eps: float | None = None, rope_theta: float | None = None,
     rope_scaling: Mapping[str, Any] | None = None, partial_rotary_factor: float | None = None, length: int = 5,
     width: int = 1, nodes: int = 16, replacement: bool = False, ttt: int = 7, decay: float = 0.8,
-    anchors: int | None = None, taps: Sequence[int] | None = None, rows: int = 2,
+    anchors: int | None = None, taps: Sequence[int] | None = None, rows: int = 2, experts: int = 4,
 ) -> Drafter: ...
 
 @overload
