@@ -47,7 +47,7 @@ def test_a_damaged_ledger_is_named_and_may_be_deleted(talker: TransformersTarget
     """Catches sqlite's traceback, and answers that go with it."""
     answer_all(talker, tmp_path, asked(2))
     (tmp_path / LEDGER).write_bytes(b"no data base " * 1000)
-    with pytest.raises(DataError, match=r"answers\.sqlite is damaged \(.*\); delete it (the answers are kept)"):
+    with pytest.raises(DataError, match=r"answers\.sqlite is damaged \(.*\); delete it \(the answers are kept\)"):
         answer_all(talker, tmp_path, asked(2))
     (tmp_path / LEDGER).unlink()
     with sqlite3.connect(tmp_path / LEDGER) as db:

@@ -119,7 +119,7 @@ def test_what_was_not_measured_is_said() -> None:
     """Catches a table without a base line, or beyond what was measured, that reads as if it were known."""
     points = [p for p in measured(roof(1000), rounds=1) if p.arm.tokens]
     notes = " ".join(tune.choose(points).notes)
-    for part in ("0 tokens was not measured", "beyond 64", "measured once", "longest draft"):
+    for part in ("0 tokens was not measured", "beyond 64", "measured only once", "longest draft"):
         assert part in notes
     with pytest.raises(DataError, match="not measured yet: 7 tokens at 64"):
         tune.choose(points[:-1])
@@ -273,7 +273,7 @@ def test_a_server_that_dies_or_is_another_is_refused_in_a_sentence(tmp_path: Pat
     words = [sys.executable, str(STUB), "--port", str(port), "--tokens", "1"]
     with (
         sweep.served(words, url, "/health", log),
-        pytest.raises(DataError, match="answers at .* already"),
+        pytest.raises(DataError, match="already running at"),
         sweep.served(words, url, "/health", log),
     ):
         pass

@@ -415,7 +415,7 @@ def test_a_result_is_said_though_the_folder_can_not_be_written(target, made, tmp
     assert said.exit_code == 1 and isinstance(said.exception, SystemExit)
     assert (tmp_path / "started").exists()
     assert "not loaded: it burnt" in said.output
-    assert "not noted in" in said.output
+    assert "could not record the result in" in said.output
     assert json.loads((tmp_path / "found.json").read_text())["error"] == "it burnt"
 
 

@@ -168,7 +168,7 @@ REFUSED = {
     "a part rotated": ("eagle3", {**LAYER, "taps": [0, 1, 2], "partial_rotary_factor": 0.5}, "rotates a part"),
     "yarn": ("dflash", {**BLOCK, "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
                                                   "original_max_position_embeddings": 64}}, "scaled by yarn"),
-    "two modules": ("mtp", {"native": False, "modules": 2}, "it has 2 modules, llama.cpp's one"),
+    "two modules": ("mtp", {"native": False, "modules": 2}, "it has 2 modules, llama.cpp only one"),
     "other heads": ("mtp", {"native": False, "heads": 2, "kv_heads": 2}, "its heads is 2, its target's 4"),
 }  # fmt: skip
 

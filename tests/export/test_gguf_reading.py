@@ -77,7 +77,7 @@ SPOILT: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "empty": (lambda raw: b"", "it is empty"),
     "no GGUF": (lambda raw: b"GGML" + raw[4:], "not a GGUF file"),
     "a version to come": (lambda raw: raw[:4] + (9).to_bytes(4, "little") + raw[8:], "its version is 9"),
-    "endless tensors": (_huge, "announces"),
+    "endless tensors": (_huge, "declares"),
 }
 
 

@@ -163,7 +163,7 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "a causal block": ("dflash", _config(dflash_config__causal=True), "causal is true"),
     "layers with a window": ("dflash", _config(dflash_config__use_swa=True), "use_swa is true"),
     "infinite rotation": ("dflash", _config(rope_theta=float("inf"), rope_parameters=None), "must be .*, got inf"),
-    "code from a repository of kernels": ("small_model", _config(_attn_implementation="evil/repo"), "would choose code "
+    "code from a repository of kernels": ("small_model", _config(_attn_implementation="evil/repo"), "selects code "
     "to run"),
     "code that comes along": ("small_model", _config(auto_map={"AutoModel": "x.y"}), "would run code"),
     "a quantised model": ("small_model", _config(quantization_config={"quant_method": "awq"}), "has a "

@@ -117,5 +117,5 @@ def test_sets_that_do_not_match_are_refused() -> None:
     """Catches a comparison of two sets of unequal size, for which the statistics do not hold."""
     with pytest.raises(DataError, match="equally many"):
         two_samples([[[1]]], [[[1], [2]]])
-    with pytest.raises(DataError, match="take at least"):
+    with pytest.raises(DataError, match="use at least"):
         two_samples([[[1]]], [[[1]]], draws=99)

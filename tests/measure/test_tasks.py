@@ -301,7 +301,7 @@ def test_a_pin_that_can_not_hold_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "gsm8k.jsonl", ROWS["gsm8k"])
     with pytest.raises(DataError, match=f"gsm8k.jsonl is not a commit, but {OLD} is pinned; pin its content, sha256:"):
         load("gsm8k", tmp_path, OLD)
-    with pytest.raises(DataError, match="alpaca is pinned to sha256:0123, .* no folder holds alpaca"):
+    with pytest.raises(DataError, match="alpaca is pinned to sha256:0123, .* no folder contains alpaca"):
         load("alpaca", tmp_path, "sha256:0123")
     with pytest.raises(DataError, match="no such file: .*none.jsonl"):
         load(str(tmp_path / "none.jsonl"), None, "sha256:0123")

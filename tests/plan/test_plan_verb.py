@@ -234,7 +234,7 @@ def test_measuring_keeps_to_its_seconds_and_bytes(target: Target, paced: Clock) 
     said: list[str] = []
     for seconds, gigabytes, largest, why in (
         (30.0, 1e3, 16, "s are left for it"),
-        (1e4, 0.1, 64, "0.1 GB are allowed"),
+        (1e4, 0.1, 64, "free memory is 0.1 GB"),
     ):
         paced.now, found, batches = 0.0, Timings(prompt_s=1e-3), [256, 1, 1024]
         allowed = Allowance(seconds, 1e9 * gigabytes, paced)

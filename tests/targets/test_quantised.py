@@ -151,7 +151,7 @@ def test_a_checkpoint_that_comes_quantised_loads_as_it_is(tmp_path, saved, train
     assert torch.equal(target.model(tokens).logits, model(tokens).logits)
     with pytest.raises(TargetError, match="already int8"):
         load_target(tmp_path / "int8", quantize="int8")
-    with pytest.raises(CheckpointError, match="it came quantised"):
+    with pytest.raises(CheckpointError, match="it was already quantised"):
         load_drafter(saved, target)
 
 

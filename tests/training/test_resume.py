@@ -65,7 +65,7 @@ def test_a_spoilt_file_is_found_and_an_earlier_checkpoint_goes_on(talker, tmp_pa
         good = (place / name).read_bytes()
         (place / name).unlink()  # linked files are those of checkpoints/, too
         (place / name).write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-        with pytest.raises(CheckpointError, match=rf"{name} is not what .*: its checksum is .*step-2 ") as caught:
+        with pytest.raises(CheckpointError, match=rf"{name} is corrupt: its checksum is .*step-2 ") as caught:
             fit(tmp_path / "spoilt", talker)
         if name == checkpoint.WEIGHTS:
             (place / name).write_bytes(good)

@@ -123,7 +123,7 @@ def test_the_most_learnable_rows_are_taken(fixed: Fixed) -> None:
     assert rows.most_learnable(fixed, reference, 1.0, losses.kl, 100).tolist() == (fixed.weight > 0).tolist()
     # where nothing differs, nothing is told apart
     assert rows.most_learnable(fixed, fixed, 0.4, losses.kl, 100).tolist() == (fixed.weight > 0).tolist()
-    with pytest.raises(ConfigError, match="predicts other rows"):
+    with pytest.raises(ConfigError, match="predicts rows other than the drafter"):
         rows.most_learnable(fixed, replace(fixed, labels=fixed.labels.flip(0)), 0.4, losses.kl, 100)
 
 
