@@ -79,7 +79,7 @@ def test_a_file_of_requests_is_answered(tmp_path: Path, folder: Path, capsys: py
     given.write_text("".join(json.dumps(row | {"custom_id": f"r{i}"}) + "\n" for i in range(3)))
     words = ("serve", "--target", str(folder), "--batch-in", str(given), "--batch-out", str(to), "--slots", "2")
     assert outrider_with(*words) == 0
-    assert "3 requests of" in capsys.readouterr().out
+    assert "3 requests from" in capsys.readouterr().out
     wanted = generate(load_target(folder), "abcabc", max_new_tokens=6)[0].text
     found = [json.loads(line) for line in to.read_text().splitlines()]
     assert [one["response"]["body"]["choices"][0]["text"] for one in found] == [wanted] * 3
