@@ -803,7 +803,7 @@ FAULTS = [
     # drafters
     fault(
         "confu remembers the soft prompt's state for the contemplate token's",
-        ("Confu.observe", "[-1] * each + each - 1 for", "[-1] * each for"),
+        ("Confu.observe", "scores.probe[:, self.model.config.rows :]", "scores.probe[:, : -self.model.config.rows]"),
     ),
     fault(
         "a slot's next request is drafted for in the text of the one before when vocabularies differ",

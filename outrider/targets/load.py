@@ -75,11 +75,14 @@ def load_target(
     layer; torchrun starts them all, and in all but the first this function does not return: they work until the first
     one finishes, then exit.  adapter: folder of a LoRA adapter, which peft merges into the weights; a peft model in
     memory is used as it is.  If the weights are not in one place, steps are not compiled.  A bare module has no
-    tokenizer: its prompts are token ids.  compile: None uses a compiled step of this model if one is on disk, and
-    captures passes on a CUDA GPU; `auto` compiles one if possible (one to two minutes, once per machine); True does
-    too, and raises NotCompiled if it can't; False never does.  Raises TargetError if the model can't be found or
-    loaded, if its plain decoding fails the self-test, or if it quantises activations, keys or values; ConfigError for
-    an unknown `quantize` and for options that exclude each other.
+    tokenizer: its prompts are token ids.
+    compile: None uses a compiled step of this model if one is on disk, and captures passes on a CUDA GPU; `auto`
+    compiles one if possible (one to two minutes, once per machine); True does too, and raises NotCompiled if it can't;
+    False never does.
+
+    Raises TargetError if the model can't be found or loaded, if its plain decoding fails the self-test, or if it
+    quantises activations, keys or values; ConfigError for an unknown `quantize` and for options that exclude each
+    other.
     """
     if quantize is not None:
         quantised.check_mode(quantize)

@@ -114,7 +114,7 @@ def test_prompts_of_two_tasks_may_have_one_id(answers, tmp_path) -> None:
     asked = {"quiz": [Prompt("1", (LEAKED,))], "poems": [Prompt("1", (CLEAN,))]}
     found = check(asked, [TextSource("answers", answers)])
     assert found.overlaps(asked) == {("quiz", "1"): True, ("poems", "1"): False}
-    assert found.line().startswith("1 of 2 prompts")
+    assert found.line().startswith("1 of 2 sampled prompts")
     copy = shutil.copytree(answers, tmp_path / "answers")
     facts = json.loads((copy / "answers.json").read_text())
     facts["ngram_hashes"]["unknown"] = 3
@@ -264,7 +264,7 @@ def test_a_drafter_of_parts_is_asked_part_by_part(corpus: Path, trained: Path) -
     assert [source.name for source in sources_of({"kind": "mix", "members": parts})] == ["corpus mine", "org/other"]
     assert sources_of("ngram") == sources_of({"kind": "suffix"}) == []
     assert sources_of(str(trained)) == [TextSource(str(trained), trained)]
-    assert "no such folder" in check(ASKED, sources_of("org/drafter")).unknown["org/drafter"]
+    assert "does not exist" in check(ASKED, sources_of("org/drafter")).unknown["org/drafter"]
     with pytest.raises(ConfigError):
         sources_of({"kind": "sufix"})
     nothing = check(ASKED, [])

@@ -62,7 +62,7 @@ def test_a_log_without_the_steps_is_an_error_and_no_empty_comparison(scripted: S
     program = scripted(answers=[{"tokens": [1, 2], "steps": [[3, 1]], "logged": False}])
     with llama_server.serving([program], tmp_path / "log") as client:
         answers = [llama_server.continued(client, [7], 2)]
-    with pytest.raises(DataError, match="logged 0 drafted tokens in 1 requests, but its answers report of 3 in 1"):
+    with pytest.raises(DataError, match="logged 0 drafted tokens in 1 requests, but its answers report 3 in 1"):
         llama_server.steps_of(tmp_path / "log", answers)
 
 

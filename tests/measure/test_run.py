@@ -187,7 +187,7 @@ def test_an_answer_of_one_token_is_left_out_for_a_reason_of_its_own_and_kept_whe
     found = evaluate(talker, only, settings(task, min_first_ngrams=1e-9, prompts=2, temperatures=(0.0,)))
     short = [left for left in found.left_out if left.id == "q1"]
     assert [(left.first_ngram_share, left.reason) for left in short] == [(1.0, "short")]
-    assert "one token" in left_out_because(found) and "(one token)" in render(found)
+    assert "a single token" in left_out_because(found) and "(one token)" in render(found)
     (row,) = evaluate(talker, only, settings(task, prompts=4, temperatures=(0.0,))).rows
     assert [prompt.tokens for prompt in row.per_prompt][1] == 1 and row.exact
     drawn = {task: measure.PromptSet(asked[1:2], "", None, None)}

@@ -69,14 +69,15 @@ def test_ends_that_differ_are_said_at_load(caplog, tmp_path):
     tokenizer_of(end="<|im_end|>").save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING):
         outrider.load_target(tmp_path)
-    [line] = [record.getMessage() for record in caplog.records if "names the end" in record.getMessage()]
-    assert "its tokenizer names the end '<|im_end|>' (2); its chat template names the end '<|im_end|>' (2)" in line
+    [line] = [record.getMessage() for record in caplog.records if "specifies the end token" in record.getMessage()]
+    for place in ("tokenizer", "chat template"):
+        assert f"its {place} specifies the end token '<|im_end|>' (2)" in line
     assert "its generation_config '<|endoftext|>' (0); texts end at '<|endoftext|>' (0), '<|im_end|>' (2)" in line
     caplog.clear()
     model.generation_config.eos_token_id = [0, 2]
     model.save_pretrained(tmp_path)
     outrider.load_target(tmp_path)
-    assert "names the end" not in caplog.text
+    assert "specifies the end token" not in caplog.text
 
 
 def test_an_answer_that_runs_on_does_not_train():

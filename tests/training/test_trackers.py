@@ -69,7 +69,7 @@ def test_a_tracker_that_fails_ends_no_training(talker, tmp_path, caplog) -> None
     lost, whole = Noted(fails_at=3), Noted()
     tracked(tmp_path / "tracked", talker, lost, whole)
     assert list(lost.rows) == [1, 2] and list(whole.rows) == [1, 2, 3, 4, 5, 6]
-    assert caplog.text.count("tracker noted failed (no route to host) and is left out") == 1
+    assert caplog.text.count("tracker noted failed (no route to host) and is dropped") == 1
     tracked(tmp_path / "plain", talker)
     same_training(tmp_path / "tracked", tmp_path / "plain")
 

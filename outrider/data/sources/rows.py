@@ -194,7 +194,7 @@ def _request(row: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     """The body of the request in a row; None for a row that is not a request."""
     if "hash_ids" in row or "input_length" in row:
         raise DataError(
-            f"{name}: this log has lengths and no texts, but `outrider prepare` needs texts; name a log that has them "
+            f"{name}: this log has lengths but no texts, but `outrider prepare` needs texts; name a log that has them "
             "(`outrider replay` can use this one)"
         )
     request = row.get("request", row.get("body"))
