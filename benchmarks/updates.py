@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=48, help="most tokens of an answer")
     parser.add_argument("--first-steps", type=int, default=120, help="training before the stream")
     parser.add_argument("--steps", type=int, default=16, help="of an update")
-    parser.add_argument("--counts", default="64,128,256", help="texts between updates of the fixed ways")
+    parser.add_argument("--counts", default="64,128,256", help="texts between two updates, for each fixed schedule")
     parser.add_argument("--fewest", type=int, default=64, help="texts before an update that pays")
     parser.add_argument("--horizon", type=float, default=1024, help="texts that an update should pay for itself in")
     parser.add_argument("--seed", type=int, default=0)

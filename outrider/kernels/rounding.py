@@ -20,7 +20,7 @@ NARROW = {"Q4_K": "Q5_0"}
 STEPS = torch.arange(21) / 10 - 1 + 15
 """Largest numbers with which the scales of Q4_K are tried."""
 TOGETHER = 2**22
-"""Weights that are rounded at once."""
+"""Maximum number of weights rounded in one call."""
 
 
 def kind_of(mode: str, is_end: bool, columns: int) -> str | None:

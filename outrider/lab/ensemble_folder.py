@@ -26,7 +26,7 @@ class Description(Config):
     positions: Literal["all", "disputed"] = "all"
     """Where members are averaged; see `targets.ensemble`."""
     sharpen: bool = False
-    """Whether pieces count for the token that they begin."""
+    """Whether the probability of a piece is added to that of the token it begins; see `targets.ensemble`."""
 
 
 def described(name: str | Path) -> Description | None:

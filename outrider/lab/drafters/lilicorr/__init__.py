@@ -3,7 +3,7 @@
 The `candidates` likeliest tokens of every row attend to each other, in both directions, and to nothing else; each knows
 its embedding, its row's state, and how likely its row finds it.  Two factors of each, and the target's state before the
 anchor, give the scores of neighbours.  The draft is a walk, or with `nodes` the tree of the likeliest paths, as in
-DFlash 2; q is the softmax of a row's scores, in which the row's own logits have no other part.
+DFlash 2; q is the softmax of a row's scores.  The row's own logits enter the scores only as said above.
 
 In training a row counts while the text's tokens are among the candidates: cross-entropy, a margin over the best other
 candidate, and a penalty of candidates that the target finds less likely, by their share.

@@ -25,7 +25,7 @@ FIRST = len(LETTERS) + 2
 """Id of code 0."""
 FIRST_CHARACTER = 0x2800
 MOST_CODES = 256
-"""As many Braille characters as there are."""
+"""The number of Braille characters, each of which stands for one code."""
 CODES = 64
 """Of a picture."""
 TEMPLATE = (
