@@ -399,8 +399,7 @@ def check_streamed(party: Party) -> None:
 
 def prompt_of(party: Party) -> tuple[list[int], str]:
     """A random prompt, and the part of its text that a continuation can't change: an incomplete character at its end
-    may still change.
-    """
+    may still change."""
     prompt = party.ids(12) if party.draw.random() < 0.5 else party.spelled(party.string(6))
     return prompt, party.decode(prompt).removesuffix("\ufffd")
 
@@ -515,8 +514,7 @@ def check_generated(party: Party) -> None:
 
 Way = Callable[[Any], Iterator[None]]
 """A generator over a model: prepares it before the first `yield`, changes it before the second, and stays open while
-texts are compared.
-"""
+texts are compared."""
 DOWN, QUERY, NORM, BIAS, EMBEDDING, HEAD = (
     "model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight",
     "model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.v_proj.bias", "model.embed_tokens.weight",

@@ -120,8 +120,7 @@ def stored(path: Path, turns: Sequence[str]) -> NgramHashes:
 
 def summary(judged: Sequence[Judged]) -> dict[str, Any]:
     """Counts, the share of each kind that is right, and recall and precision of the rewordings: of all flagged pairs
-    that are reworded or clean, the share that is reworded.
-    """
+    that are reworded or clean, the share that is reworded."""
     counts, right = Counter[str](), Counter[str]()
     for pair, is_called in judged:
         counts[pair.kind] += 1

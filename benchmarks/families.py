@@ -140,8 +140,7 @@ def tiny(name: str, attention: str = "eager", dtype: torch.dtype = torch.float64
 
 def own_sizes(kind: str) -> dict[str, Any]:
     """The sizes in BASE that configs of this kind have: a config stores every size it is given, whether or not it has
-    such a field.
-    """
+    such a field."""
     of_class = CONFIG_MAPPING[kind]
     known = {field.name for field in dataclasses.fields(of_class)} | set(of_class.attribute_map)
     return {key: value for key, value in BASE.items() if key in known}

@@ -80,8 +80,7 @@ def main() -> None:
 
 def measured(work: Path, stages: list[str], kills: int, seed: int) -> dict[str, Any]:
     """The stages one after another, each with its kills; a stage starts from the result of the previous undisturbed
-    one.
-    """
+    one."""
     undisturbed, rows = made(work / "undisturbed"), {}
     for stage in STAGES[: 1 + max(map(STAGES.index, stages))]:
         before = work / f"before-{stage}"

@@ -213,8 +213,7 @@ def poisoned(folder: Path, place: Path) -> dict[str, Any]:
 
 def rolled_back(wanted: argparse.Namespace, folder: Path, place: Path) -> dict[str, Any]:
     """A version that passed by mistake, whose weights have `spoilt` noise added: seconds from its swap to its
-    rollback.
-    """
+    rollback."""
     shutil.copytree(folder, place)
     there, target = Folder(place), load_target("demo", compile=False)
     version, before = there.next_version(), there.state().version

@@ -342,8 +342,7 @@ def planned(minutes: float, texts: int, rates: Mapping[str, float]) -> int:
 
 def ways(model: Any) -> dict[str, Any]:
     """How a trained model drafts: as configured and as a chain; if it scores pairs, also with and without pairs, as a
-    chain and as a tree of the same number of nodes.
-    """
+    chain and as a tree of the same number of nodes."""
     kind, config = model.config.kind, model.config
     found = {"default": model.drafter()}
     if chain := method(kind).chain:

@@ -275,14 +275,15 @@ def ambedkar(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paper", choices=["safe", "relay", "ambedkar"])
+    papers = {"safe": safe, "relay": relay, "ambedkar": ambedkar}
+    parser.add_argument("paper", choices=list(papers))
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--new", type=int, default=40)
     parser.add_argument("--chunks", type=int, default=6, help="of 17 tokens of each text that is predicted")
     parser.add_argument("--small", type=Path, default=Path(tempfile.gettempdir()) / "smollm2-24-layers")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    write(globals()[options.paper](options), options.out)
+    write(papers[options.paper](options), options.out)
 
 
 if __name__ == "__main__":

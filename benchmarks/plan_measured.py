@@ -27,8 +27,7 @@ PAYS = 1.0
 """Speed-up from which drafting is worthwhile in a cell."""
 ANSWERS = (1.0, 0.6, 1.4, 0.8, 1.2)
 """Lengths of answers relative to their mean: with equal lengths, plain decoding would finish a whole batch at once,
-which never happens in real traffic.
-"""
+which never happens in real traffic."""
 
 
 def measured(
@@ -94,8 +93,7 @@ def full_steps(
     slots: int,
 ) -> Iterator[Step]:  # fmt: skip
     """Decoding steps with all slots busy, which is what a plan describes; excludes the last ones, when short texts have
-    ended and no request takes their slots.  Each step is run when it is requested.
-    """
+    ended and no request takes their slots.  Each step is run when it is requested."""
     lengths = cycle(round(share * new_tokens) for share in ANSWERS)
     requests = [Request(list(text), length, Sampling()) for text, length in zip(texts, lengths, strict=False)]
     state = batch(target, slots, ends=frozenset())

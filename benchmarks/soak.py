@@ -113,8 +113,7 @@ class Case:
     @property
     def rounds(self) -> bool:
         """Whether its dtype is float32, or its family computes something in float32 whatever the dtype (an index of
-        keys, a router).
-        """
+        keys, a router)."""
         found = self.target.selftest
         return self.dtype == "float32" or max(found.errors.values()) > FLOAT64
 

@@ -277,8 +277,7 @@ def one_peak(answers: Path, name: str, kind: str, way: str, rows: str = "") -> A
 
 def planned(answers: Path, name: str, kind: str) -> list[dict[str, Any]]:
     """Predictions of two small measured steps for larger ones, and the measured times; interleaved, and the minimum is
-    used, since other programs on the machine come and go.
-    """
+    used, since other programs on the machine come and go."""
     turns = [
         (in_a_process(answers, name, kind, "plan"),
          {str(rows): in_a_process(answers, name, kind, "rows", str(rows)) for rows in SIZES})

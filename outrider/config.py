@@ -101,8 +101,7 @@ class Config(BaseModel):
 
 def _hint(key: str, fields: Iterable[str]) -> str:
     """The end of a message about an unknown key: what another trainer's setting is called here, or the nearest
-    field.
-    """
+    field."""
     paths = {name: [path for path, names in ELSEWHERE.items() if name in names.split()] for name in OTHER_NAMES | {key}}
     here = {name: [leaf for path in of if (leaf := path.rpartition(".")[2]) in fields] for name, of in paths.items()}
     matches = here[key] or paths[key]

@@ -35,8 +35,7 @@ def masked(text: str) -> str:
 
 def first_line(error: Exception) -> str:
     """The first line of another library's error, for use in a message; includes the next line if the first only
-    introduces it.
-    """
+    introduces it."""
     first, _, rest = str(error).strip().partition("\n")
     return f"{first} {rest.strip().partition(chr(10))[0].strip()}" if first.endswith(":") and rest.strip() else first
 

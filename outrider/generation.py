@@ -99,17 +99,19 @@ def generate(
     sampling: by default the model's generation_config, which is usually greedy; a given one replaces all of it except
     the end tokens.
     policy: how much is drafted: `auto`, the default, drafts as much as pays off according to measured step times, and
-    nothing if plain steps are faster; `fixed`, everything the drafter offers; or a policy of your own.  verification:
-    `standard`; `block`, which accepts more of a sampled chain and is exact too; or, only with allow_lossy=True,
-    `typical`, `relaxed` (see `policies.lossy`), `relay`, `scorer` or `counterfactual`, which need settings, such as
-    `relay(cues=cues.json)`.  The judge of `policies.named.judge(name)` has the `distance` of lossy texts from the
-    target's distribution, and `figures` of its gain.  memory_gb: memory limit of the KV cache, in GB.  Prompts
-    wait until they fit; on a GPU all slots must fit.  A prompt that can never fit is refused before anything is
-    computed.  shared_noise: a seed fixes the text, whatever the drafter; False accepts more of a sampled draft, and a
-    seed then fixes only the noise, as it does with `block` and lossy verification.  halves: verify half of the prompts
-    while the other half is drafted, for a drafter on a separate device; each half has half of the slots, its own thread
-    and, on a GPU, its own stream.  The texts are the same.  Raises DataError for a prompt that is empty or does not fit
-    the context, ConfigError for a stop string that can never match, before anything is computed.
+    nothing if plain steps are faster; `fixed`, everything the drafter offers; or a policy of your own.
+    verification: `standard`; `block`, which accepts more of a sampled chain and is exact too; or, only with
+    allow_lossy=True, `typical`, `relaxed` (see `policies.lossy`), `relay`, `scorer` or `counterfactual`, which need
+    settings, such as `relay(cues=cues.json)`.  The judge of `policies.named.judge(name)` has the `distance` of lossy
+    texts from the target's distribution, and `figures` of its gain.
+    memory_gb: memory limit of the KV cache, in GB.  Prompts wait until they fit; on a GPU all slots must fit.  A prompt
+    that can never fit is refused before anything is computed.
+    shared_noise: a seed fixes the text, whatever the drafter; False accepts more of a sampled draft, and a seed then
+    fixes only the noise, as it does with `block` and lossy verification.
+    halves: verify half of the prompts while the other half is drafted, for a drafter on a separate device; each half
+    has half of the slots, its own thread and, on a GPU, its own stream.  The texts are the same.
+    Raises DataError for a prompt that is empty or does not fit the context, ConfigError for a stop string that can
+    never match, before anything is computed.
     """
     judge = named.judge(verification, allow_lossy)
     sampling = _sampling(sampling, temperature, top_p, top_k, seed)
@@ -338,8 +340,7 @@ def as_target(target: T | str | Path) -> T | TransformersTarget:
 
 def as_drafter(drafter: DrafterLike, target: Target) -> Drafter:
     """The drafter itself, or the one of this name, which is loaded.  Raises the errors of `load_drafter`, and
-    DrafterError if it does not fit.
-    """
+    DrafterError if it does not fit."""
     if isinstance(drafter, str | Path):
         return load_drafter(drafter, target)
     if not isinstance(drafter, Drafter):
@@ -354,8 +355,7 @@ def as_drafters(
     drafters: DrafterLike | Iterable[DrafterLike] | Mapping[str, DrafterLike], target: Target
 ) -> dict[str, Drafter]:
     """One or several drafters by name; the name of a kind or a folder is the kind or folder itself.  Raises the errors
-    of `as_drafter`.
-    """
+    of `as_drafter`."""
     if isinstance(drafters, Mapping):
         return {str(name): as_drafter(drafter, target) for name, drafter in drafters.items()}
     unnamed = [drafters] if isinstance(drafters, DrafterLike) else list(drafters)

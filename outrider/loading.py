@@ -200,8 +200,7 @@ def _log_precision(manifest: Mapping[str, Any], target: Target, name: str) -> No
 
 def _on_device(make: Callable[[Target], Drafter], target: Target, device: str | torch.device | None) -> Drafter:
     """A drafter for `target`, created on `device`.  If the target is compiled, the drafter's steps use compiled
-    packages on disk.
-    """
+    packages on disk."""
     place = target.device if device is None else torch.empty(0, device=device).device  # cuda is cuda:0
     if place != target.device:
         return RemoteDrafter(make(target.copy_to(place)), place)

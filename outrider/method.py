@@ -52,8 +52,7 @@ class Method:
     """Formats whose folders may omit the layers, because engines guess them correctly."""
     in_anchor: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
     """For block drafters, format → the key that says whether the anchor's slot drafts too, and the default.  An empty
-    format stands for all others, an empty key for a key that does not exist.
-    """
+    format stands for all others, an empty key for a key that does not exist."""
 
     @property
     def is_fixed(self) -> bool:

@@ -28,8 +28,7 @@ class Registry:
 
     def __init__(self, what: str, packages: Sequence[str], group: str):
         """what: name of the kind in errors.  packages: those whose files and folders are modules.  group: the entry
-        points' group.
-        """
+        points' group."""
         self.what = what
         self.packages = packages
         self.group = group

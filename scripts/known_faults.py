@@ -742,19 +742,19 @@ FAULTS = [
     ),
     fault(
         "a token that has under half of the mean is taken for the ensemble's choice",
-        ("EnsembleTarget._disputed", "mean <= 0.5", "mean <= 0.25"),
+        ("Average.of", "opinions) <= 0.5", "opinions) <= 0.25"),
     ),
     fault(
         "members are averaged where one of them is inside a token",
         (
-            "EnsembleTarget._mixed",
+            "Average.of",
             "functools.reduce(torch.logical_and, speaks)",
             "functools.reduce(torch.logical_or, speaks)",
         ),
     ),
     fault(
         "a mean that is sure of a piece is sharpened",
-        ("EnsembleTarget._sharpened", "<= math.log(0.5)", "<= 0.0"),
+        ("Average.sharpened", "<= HALF", "<= 0.0"),
     ),
     fault(
         "slots that fit into memory without their drafts are allowed, and memory runs out while decoding",

@@ -92,8 +92,7 @@ class Verbs(TyperGroup):
 
     def __init__(self, name: str, table: dict[str, dict[str, tuple[str, str]]], *, prefix: str = "", **settings: Any):
         """prefix: common prefix of the functions, which are named after the verbs with `_` for `-`, plus a trailing `_`
-        for a Python keyword.
-        """
+        for a Python keyword."""
         lines = [
             TyperCommand(verb, short_help=line, rich_help_panel=heading, hidden=heading == HIDDEN)
             for heading, verbs in table.items() for verb, (_, line) in verbs.items()

@@ -264,8 +264,7 @@ def _lines() -> Iterator[str]:
 @contextmanager
 def _stoppable() -> Iterator[Callable[[], bool]]:
     """Yields whether Ctrl-C was pressed; the current step finishes first.  The second Ctrl-C raises
-    KeyboardInterrupt.
-    """
+    KeyboardInterrupt."""
     stop = threading.Event()
 
     def handle(*_: Any) -> None:

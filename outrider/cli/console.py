@@ -193,8 +193,7 @@ class Forecast:
     @property
     def each_s(self) -> float:
         """Seconds per step: the median in training, whose first step is a warm-up; the mean for answers, which finish
-        in bursts.
-        """
+        in bursts."""
         spent = self.at - self.began
         return statistics.median(self.steps[-STEADY_STEPS // 3 :]) if self.is_steady else spent / len(self.steps)
 

@@ -24,8 +24,7 @@ CORE, LAB = "core", "lab"
 
 def drafters(kind: Kind = None, json_to: JsonTo = None) -> None:
     """List drafters: those in the core, those in the lab, which may change in any version, and those of other
-    distributions.  With
-    KIND, list its settings."""
+    distributions.  With KIND, list its settings."""
     if kind is not None:
         _print_settings(kind, json_to)
         return

@@ -102,8 +102,7 @@ def _split(place: Path, name: str, data: str) -> Split:
 
 def _first_of_each(conversations: Iterator[Conversation]) -> Iterator[dict[str, Any]]:
     """Conversations with different first questions, as rows: all turns of a dialogue must be on the same side of the
-    split.
-    """
+    split."""
     before: set[str] = set()
     for conversation in conversations:
         opening = next(iter(conversation.questions), "")

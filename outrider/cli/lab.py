@@ -58,8 +58,7 @@ def lab_cues(
     json_to: JsonTo = None,
 ) -> None:
     """Rank the words after which a small model can generate alone; writes cues.json for the lossy verification
-    `relay`.
-    """
+    `relay`."""
     quiet()
     place_of_json(json_to)
     loaded = load_target(target)

@@ -1,6 +1,6 @@
 """Options that several verbs share, and options made from the fields of a config.
 
-A parameter annotated with `Fields` stands for several options. Their names, types, defaults and help are those of the
+A parameter annotated with `Fields` stands for several options.  Their names, types, defaults and help are those of the
 config's fields, so they are written once.
 """
 
@@ -53,8 +53,7 @@ class Fields(NamedTuple):
     """Field names, as `field=option` where the option has another name."""
     section: str | None = None
     """Section of a run file.  If set, the verb gets overrides such as `serve.port=0` for the options that were given;
-    otherwise it gets a `schema`.
-    """
+    otherwise it gets a `schema`."""
     defaults: Mapping[str, Any] = {}
     """Defaults of required fields; with a section, they are only shown as the default."""
 

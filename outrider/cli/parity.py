@@ -69,8 +69,7 @@ def parity(
     json_to: JsonTo = None,
 ) -> None:
     """Check that a drafter does not change the output.  Exit code 1 if a difference can't be explained by rounding: a
-    bug, a different distribution, or a different text.
-    """
+    bug, a different distribution, or a different text."""
     place_of_json(json_to)
     if texts:
         _texts(texts, json_to)

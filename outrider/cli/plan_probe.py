@@ -21,7 +21,7 @@ from outrider.report.parts import Range
 from outrider.targets.hf.transformers import TransformersTarget
 
 SHOWN = (1, 2, 4)
-"""Number of depths whose shares are printed; the JSON has all of them."""
+"""Depths whose shares are printed; the JSON has all of them."""
 
 
 def replayed(

@@ -8,7 +8,7 @@ from outrider.cli.plan_probe import around, show_probe
 from outrider.plan.schema import Once, Plan, Profile, Row
 
 SHOWN_DEPTHS = (1, 4, 7)
-"""Number of depths in the table of break-even points; the JSON has all of them."""
+"""Depths in the table of break-even points; the JSON has all of them."""
 
 
 def show_plan(plan: Plan) -> None:

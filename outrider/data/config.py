@@ -67,15 +67,14 @@ class Config(Base):
     conversations: str = LIBRARY
     """`stdlib:train` (Python, for the demo target), `instructions:train` (for chat models: 720 prompts for chat, code,
     maths, rewriting and more, then alternately one of them again and a question about a function of the standard
-    library), `packages:NAME,…` (the source of installed packages), FILE.jsonl, FILE.json, FILE.parquet,
-    FILE.txt, a folder, or a Hugging Face data set."""
+    library), `packages:NAME,…` (the source of installed packages), FILE.jsonl, FILE.json, FILE.parquet, FILE.txt, a
+    folder, or a Hugging Face data set."""
     split: str = "train"
     """Split of a Hugging Face data set."""
     held_out: Source | None = None
     """Conversations whose answers are never trained on; acceptance in serving is compared with acceptance on them.  By
     default, `train.held_out` answers are split off from the others; set it if the evaluation's texts are of another
-    kind.
-    """
+    kind."""
     sources: tuple[Source, ...] = ()
     """Several sources in place of `conversations`, mixed and shuffled; see docs/data.md."""
     count: PositiveInt | None = None
@@ -119,8 +118,7 @@ class Config(Base):
     """The target's name on the servers; defaults to the first model of the first server."""
     ask: Literal["tokens", "chat"] = "tokens"
     """What is sent to servers: token ids rendered here with the target's chat template, or messages for their own
-    template.
-    """
+    template."""
     key_from: str | None = None
     """Environment variable with the servers' API key."""
     in_flight: PositiveInt = 32
@@ -134,8 +132,7 @@ class Config(Base):
     features: Literal["live", "cached", "engine", "text"] = "live"
     """Where training gets the target's states: passes during training, files that `outrider prepare` writes, or files
     written by a vLLM server; see docs/features.md.  text: no states; the next token of the text is the teacher, for
-    drafters that read no states.
-    """
+    drafters that read no states."""
     feature_folder: str | None = None
     """Folder of these files; defaults to `features` in the answers' folder."""
     feature_server: str | None = None

@@ -79,8 +79,7 @@ def render(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], length: int, thinking: bool | None = None, tools: Tools = ()
 ) -> Rendered:
     """A whole conversation as tokens, cut at `length`; the assistant's turns, including their end tokens, are trained
-    on.
-    """
+    on."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
     if not last:  # a greeting is not an answer: there is no prompt before it
         return Rendered([], [])

@@ -106,8 +106,7 @@ class Draft:
 
     def checked(self, slots: int) -> Draft:
         """This draft made valid: sizes within the columns, every parent before its child, and chains with the parents
-        of a chain.  Raises DrafterError if it is not a Draft or its tensors have wrong types or shapes.
-        """
+        of a chain.  Raises DrafterError if it is not a Draft or its tensors have wrong types or shapes."""
         if not isinstance(self, Draft):  # check the return value of `propose` with `Draft.checked(returned, slots)`
             raise DrafterError(
                 f"propose must return a Draft of {slots} slots, got {type(self).__name__}; return Draft.empty to "
@@ -273,8 +272,7 @@ def node_depths(parents: Sequence[int]) -> list[int]:
 @functools.lru_cache(1024)
 def _ancestry(parents: tuple[int, ...]) -> tuple[Tensor, list[int]]:
     """Attention mask [N+1, N+1] of one tree's rows, and every node's depth.  Cached, since most drafters reuse the same
-    tree.
-    """
+    tree."""
     mask = torch.eye(len(parents) + 1, dtype=torch.bool)
     for n, parent in enumerate(parents):
         mask[n + 1] |= mask[parent + 1]

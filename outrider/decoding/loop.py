@@ -66,8 +66,7 @@ def step(
 
 def draft_budget(target: Target, drafter: Drafter, policy: Policy, state: DecodeState) -> list[int]:
     """Maximum number of nodes of each live slot in the next step: limited by the policy, the slot's room and the
-    drafter.
-    """
+    drafter."""
     state.timing = Timing()
     if not drafter.limit or target.spec.mode == "off":
         return [0] * len(state.rows)

@@ -116,8 +116,7 @@ class Drafter:
         self, memory: Any, state: DecodeState, drafted: Sequence[Sequence[int]], budget: Tensor
     ) -> Draft | None:
         """Like `propose`, but after each slot's text followed by drafted[b], with deterministic nodes only.  The
-        default returns None: the drafter can't do this, or only with a model pass.
-        """
+        default returns None: the drafter can't do this, or only with a model pass."""
         return None
 
     def static(self, memory: Any, is_greedy: bool) -> Any:

@@ -93,8 +93,7 @@ class Prefixes:
 
     def take(self, target: Any, drafter: Drafter, cache: Any, memory: Any, state: DecodeState, row: int) -> int:
         """Copy the stored continuation of a slot's prompt so far into the cache, and count it in `state.prefilled`.
-        Returns its number of tokens.
-        """
+        Returns its number of tokens."""
         return 0
 
     def put(
@@ -279,8 +278,7 @@ class Scheduler:
 
     def _step(self) -> tuple[Accepted, Mapping[int, Exception]]:
         """One step of the live slots, by the fast runner if it can run it; a runner that drafts is not used for plain
-        steps.
-        """
+        steps."""
         state, fast = self.state, self.fast
         is_fast = fast is not None and fast.prepare(state)
         state.runner = "whole" if is_fast else "plain"

@@ -81,8 +81,7 @@ class Stop(Protocol):
 
     def draws(self, sure: Tensor) -> bool:
         """Called at each depth before its tokens are sampled: add 1 to `sizes` for each slot that drafts one, and
-        return
-        whether any does.  sure [B], probability of the most likely token."""
+        return whether any does.  sure [B], probability of the most likely token."""
 
     def reads(self) -> bool:
         """Whether any slot might draft another token; if not, the drafter skips its pass."""
@@ -176,12 +175,16 @@ class DecodeState:
     `rows`: list[int], the live slots.  A finished slot stays live until it is freed before the next step; a slot whose
     prompt is still being read is not live.
     `tokens[row]`: list[int], prompt and committed tokens; the last one is the anchor.  It only grows between admission
-    and `free`.  `requests[row]`: the slot's `Request`; absent for a free slot.  `prefilled[row]`: number of prompt
-    tokens that the target has read.  `judge`: what the requests allow.  `device`: the target's.  `noise_seeds` [B]
-    int64.  `seeded` [B] bool: slots with shared noise, or None.  `stop`: ends drafts of this step early, or None.
+    and `free`.
+    `requests[row]`: the slot's `Request`; absent for a free slot.
+    `prefilled[row]`: number of prompt tokens that the target has read.
+    `judge`: what the requests allow.  `device`: the target's.
+    `noise_seeds` [B] int64.  `seeded` [B] bool: slots with shared noise, or None.
+    `stop`: ends drafts of this step early, or None.
 
     shared_noise: a slot with a seed drafts with the target's noise and emits the target's draws, whatever was drafted.
-    Without it, a seed only fixes the noise, and drafts are judged by their q as in other slots."""
+    Without it, a seed only fixes the noise, and drafts are judged by their q as in other slots.
+    """
 
     def __init__(
         self, slots: int, context: int, ends: frozenset[int] = frozenset(), device: torch.device | str = "cpu",

@@ -72,8 +72,7 @@ class Readings:
 
 REWRITTEN = 8
 """Number of trailing tokens that may change in this vocabulary when the text continues.  With recurrent layers, a
-larger change means rereading the text from the start.
-"""
+larger change means rereading the text from the start."""
 
 
 class CrossVocabulary(Drafter):
@@ -128,8 +127,7 @@ class CrossVocabulary(Drafter):
 
     def _in_text(self, memory: Readings, state: DecodeState, budget: Tensor, logits: Tensor) -> Draft:
         """The model's likeliest text in the target's tokens, generated from as many of its own tokens as the budget
-        allows.
-        """
+        allows."""
         rows, tokens = state.rows, [logits.masked_fill(self._mute, -torch.inf).argmax(-1)]
         while len(tokens) < int(budget.max()):
             logits = self._read_one(memory, rows, tokens[-1])

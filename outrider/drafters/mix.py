@@ -51,8 +51,7 @@ class Config(Base):
         default=({"kind": "ngram"}, {"kind": "recycle"}), min_length=1, validate_default=True
     )
     """Drafters: kinds with their settings, or folders of checkpoints.  Nodes that one member does not use go to the
-    next.
-    """
+    next."""
     share: Literal["bandit", "request"] = "bandit"
     """How nodes are split: `bandit`, over all members by their acceptance so far; `request`, one member per request."""
     nodes: PositiveInt = 16

@@ -60,8 +60,7 @@ class Config(Base):
     """Also look up in the texts of other requests, earlier and current: those of the same `tenant`, or `all`."""
     capacity: int = Field(default=1_000_000, ge=1000, le=1_000_000_000)
     """Maximum number of n-grams in one trie, a slot's or a tenant's, 60 to 75 bytes each; the least recently used are
-    removed.
-    """
+    removed."""
     tenants: PositiveInt = 64
     """Maximum number of tenants whose texts are stored; the least recently used is removed."""
 

@@ -62,8 +62,7 @@ class Config(Base):
     """Also look up in the texts of other requests, earlier and current: those of the same `tenant`, or `all`."""
     capacity: Annotated[int, Field(ge=1000)] = 1_000_000
     """Maximum number of n-grams in one trie, a slot's or a shared one, 60 to 90 bytes each; the least recently used are
-    removed.
-    """
+    removed."""
     tenants: PositiveInt = 64
     """Maximum number of tenants whose texts are stored; the least recently used is removed."""
 

@@ -119,8 +119,7 @@ def draft_of(place: str | Path, target: str | None = None, kind: str | None = No
 
 def _recognised(folder: Path, config: Config, kind: str | None, format: str | None) -> tuple[str | None, str | None]:
     """(kind, format) of a folder that Outrider did not export; each is None if not recognised, since an engine may read
-    formats that we can't.
-    """
+    formats that we can't."""
     # loads torch, which our own exports do not need
     from outrider.export.formats import candidates
     from outrider.formats.folder import read_names

@@ -83,8 +83,7 @@ class Method:
     """Facts about the draft that the settings must include."""
     takes: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     """Engine settings equivalent to ours: our name, and a default value; `tokens` is the number drafted per step.  A
-    draft without a folder is described by these alone.
-    """
+    draft without a folder is described by these alone."""
     needs: tuple[tuple[str, str, Any], ...] = ()
     """Settings that a draft must have: our name, the key in config.json, the value."""
     in_anchor: str | None = None

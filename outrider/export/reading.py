@@ -106,9 +106,8 @@ def settings_of(folder: Path, target: Any, format: str, kind: str) -> dict[str, 
 
 @contextmanager
 def _readable(folder: Path, format: str, kind: str) -> Iterator[None]:
-    """Turn any error into an ExportError: a config can contain anything, and any reader or constructor may fail
-    on it.
-    """
+    """Turn any error into an ExportError: a config can contain anything, and any reader or constructor may fail on
+    it."""
     try:
         yield
     except ExportError as error:
@@ -222,8 +221,7 @@ def _is_within_a_step(weight: Tensor, theirs: Tensor) -> bool:
 
 def _is_copy(weight: Tensor, theirs: Tensor, rounded: bool) -> bool:
     """Whether the two are equal after rounding to the coarser of their types.  rounded: whether the loaded target has
-    8-bit weights.
-    """
+    8-bit weights."""
     if not weight.is_floating_point():
         return False
     if rounded:  # an 8-bit matrix only approximates the one that was copied

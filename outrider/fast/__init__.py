@@ -193,8 +193,7 @@ class Compiled:
     @property
     def is_on_disk(self) -> bool:
         """Whether there is a package of this model, whether or not it is in use; for models whose steps can be
-        traced.
-        """
+        traced."""
         return self._on_disk() is not None
 
     def await_graph(self) -> None:
@@ -344,8 +343,7 @@ class Compiled:
 
     def compare(self, graph: Runnable) -> str:
         """How much logits differ from the plain path's, if rounding does not explain it; otherwise "".  Also tests
-        sizes of 1.
-        """
+        sizes of 1."""
         raise NotImplementedError
 
 

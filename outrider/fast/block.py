@@ -34,9 +34,8 @@ from outrider.targets.protocol import members_of
 
 
 def noise_keys(streams: Streams, depths: int) -> Tensor:
-    """Keys [B, depths] int64 with which `race` samples the same tokens as `Streams.draw` at depths 0 to
-    `depths` - 1.
-    """
+    """Keys [B, depths] int64 with which `race` samples the same tokens as `Streams.draw` at depths 0 to `depths` -
+    1."""
     seeded = None if streams.seeded is None else streams.seeded[:, None]
     wide = Streams(streams.seeds[:, None], streams.index[:, None], seeded)
     return wide.key(torch.arange(depths, device=streams.seeds.device), Purpose.DRAFT)

@@ -1,6 +1,5 @@
 """Selects the runner of a batch: whole steps, if a test on a few prompts shows that they generate the same text as
-plain ones.
-"""
+plain ones."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ _differences: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], str]] = wea
 
 Use = Literal["none", "known", "built"]
 """Which whole steps are used: none; those of a GPU and of packages on disk; or these plus missing packages, which are
-built.
-"""
+built."""
 _use: ContextVar[Use] = ContextVar("use", default="known")
 
 

@@ -90,8 +90,7 @@ class Depths(NamedTuple):
 
 def depths_of(row: Row) -> Depths | None:
     """Drafts by depth, from the histogram if there is one, otherwise from shares and rejections.  None if the row has
-    neither.
-    """
+    neither."""
     if row.accepted_histogram:
         deepest = max(len(row.accepted_histogram) - 1, 0)
         depths = Depths(np.zeros(deepest), np.zeros(deepest))

@@ -39,8 +39,7 @@ from outrider.targets.text.detokenizer import detokenizer
 
 DRAWN = ("top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 """Sampling settings of a task, or those of the target's generation config if it has none.  `Sampling` uses the same
-names.
-"""
+names."""
 IDLE = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
 """Settings of transformers' `generate` that have no effect with these values."""
 

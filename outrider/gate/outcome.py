@@ -21,8 +21,7 @@ from outrider.report.bootstrap import Estimate, Interval
 Verdict = Literal["pass", "warn", "stop", "not measured"]
 Decision = Literal["pass", "warn", "stop", "underpowered", "refused"]
 """Verdicts of the whole gate.  underpowered: no rule stops, but there are too few prompts for a pass.  refused: nothing
-was judged.
-"""
+was judged."""
 EXIT_CODES: dict[Decision, int] = {"pass": 0, "warn": 0, "stop": 1, "refused": 2, "underpowered": 3}
 Unit = Literal["new/old", "difference", "share", "count"]
 COLOURS: dict[Verdict, str] = {"pass": "", "warn": "yellow", "stop": "bold white on red", "not measured": "dim"}

@@ -39,8 +39,7 @@ NAMES = {"acceptance by depth": "acceptance", "train-serve skew": "acceptance ag
 
 def findings(comparison: MatchedReports, policy: Policy) -> list[Finding]:
     """Every rule with its figures.  Rules that the policy turns off, or that are meaningless on different machines,
-    count as not measured.
-    """
+    count as not measured."""
     both = (comparison, policy)
     by_rule: dict[Rule, tuple[Limit, Iterable[Test | Part]]] = {
         "exactness": (Limit(), exactness(*both)), "lossy rule": (Limit(), lossy(*both)),

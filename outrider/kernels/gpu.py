@@ -128,8 +128,7 @@ class CachedAttention:
 
     def __init__(self, like: Tensor, starts: Tensor, tree: Tensor, end: int, heads: Heads):
         """like: a tensor of the pass's dtype and device.  tree [R, n, n] bool; end: maximum number of columns that are
-        read.
-        """
+        read."""
         self.starts, self.tree, self.heads = starts, tree.contiguous().view(torch.uint8), heads
         self.width, self.splits = tree.shape[-1], triton.cdiv(end, CHUNK)
         cells = len(starts) * self.width, heads.queries, self.splits

@@ -98,8 +98,7 @@ class Packed:
 @contextmanager
 def enabled(*ways: Way) -> Iterator[None]:
     """Within this context, layers use their packed weights in this thread (only those packed in these `ways`, if
-    given).
-    """
+    given)."""
     token = _open.set(ways or ("onednn", "panels"))
     try:
         yield
@@ -160,8 +159,7 @@ def as_parameters(model: nn.Module) -> Iterator[None]:
 
 def panels_of(layers: Sequence[nn.Linear | Quantized]) -> Tensor:
     """The panels of these layers as one tensor, copied unless they are contiguous; each layer's panels then become
-    views of it, so that they are in memory only once.
-    """
+    views of it, so that they are in memory only once."""
     parts = [_panels(layer) for layer in layers]
     offsets = {(part.untyped_storage().data_ptr(), part.storage_offset()) for part in parts}
     starts = itertools.accumulate((part.numel() for part in parts[:-1]), initial=parts[0].storage_offset())

@@ -207,10 +207,8 @@ class AlignedMember:
     def beginnings(self) -> Tensor:
         """[V], for each token of the first member's that begins a word and that this member splits, the first member's
         id of the first piece; -1 for every other token."""
-        before, shared = (
-            self.own.encode("a").ids,
-            {piece_id: first_id for first_id, piece_id in self.shared.by_target.items()},
-        )
+        before = self.own.encode("a").ids
+        shared = {piece_id: first_id for first_id, piece_id in self.shared.by_target.items()}
         beginnings = torch.full((self.theirs.size,), -1)
         for token, piece in enumerate(self.theirs.pieces):
             if piece and piece[:1] == b" ":

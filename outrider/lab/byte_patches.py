@@ -34,9 +34,9 @@ def held(rows: int = ALL) -> Iterator[None]:
         yield
 
 
-def may_end(width: int, device: torch.device) -> Tensor:
-    """Which of `width` rows of a pass are not held, [n] bool."""
-    return torch.arange(width, device=device) < width - _held.get()
+def free_rows(width: int) -> int:
+    """How many of the first of `width` rows of a pass are not held."""
+    return max(0, width - _held.get())
 
 
 class Known(NamedTuple):

@@ -24,9 +24,9 @@ class Description(Config):
     weights: tuple[float, ...] | None = None
     """Of the members' distributions, in the same order; equal unless given."""
     positions: Literal["all", "disputed"] = "all"
-    """Where members are averaged; see `targets.ensemble`."""
+    """Where members are averaged; see `lab.averaging`."""
     sharpen: bool = False
-    """Whether the probability of a piece is added to that of the token it begins; see `targets.ensemble`."""
+    """Whether the probability of a piece is added to that of the token it begins; see `lab.averaging`."""
 
 
 def described(name: str | Path) -> Description | None:

@@ -40,28 +40,24 @@ class Config(Base):
     """Number of prompts served together, both plain and drafted."""
     processes: PositiveInt = 1
     """Number of processes that share the prompts.  Each loads target and drafters; on one machine they slow each other
-    down.
-    """
+    down."""
     repeats: NonNegativeInt = 2
     """How often a run that takes seconds is repeated while other programs keep the machine busy."""
     overwrite: bool = False
     """Measure all prompts again, and replace a report even if it has more prompts, tasks or drafters, or other
-    settings.
-    """
+    settings."""
     thinking: bool | None = None
     """Passed to the chat template as `enable_thinking`; by default the template decides."""
     data: str | None = None
     """Folder with task files (gsm8k.jsonl and so on), used instead of the hub's."""
     revisions: dict[str, str] = Field(default={})
     """Pinned revision of each task, named as in `tasks`: a commit of the data set (by default the newest), or
-    `sha256:...` of a file.
-    """
+    `sha256:...` of a file."""
     traced_prompts: NonNegativeInt = 4
     """Number of prompts per task that are rerun, untimed, to record every drafted token."""
     min_first_ngrams: NonNegativeFloat = 0.6
     """An answer loops if fewer than this share of the 8-grams in the plain text occur for the first time.  Prompts
-    whose answers loop or have a single token are listed and left out; 0 keeps all.
-    """
+    whose answers loop or have a single token are listed and left out; 0 keeps all."""
     seed: int = 0
     """Seed for sampling at temperatures above 0."""
     quantize: Quantization | None = None

@@ -25,8 +25,7 @@ from outrider.targets.hf.transformers import TransformersTarget
 
 SHARED_NOISE = False
 """Seeds only make sampled runs repeatable; tokens are drawn as for requests without a seed.  Drafts that share the
-target's noise, so as to give the same text as without a drafter, are accepted less often.
-"""
+target's noise, so as to give the same text as without a drafter, are accepted less often."""
 
 
 @dataclass(frozen=True, slots=True)

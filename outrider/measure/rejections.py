@@ -144,8 +144,7 @@ def _short(number: Tensor) -> float:
 
 def _chance(p: Tensor, draft: Draft, children: Sequence[int]) -> float:
     """The probability, before they are sampled, that one of these siblings is accepted: each overlaps with the residual
-    that earlier siblings leave.  p [V].
-    """
+    that earlier siblings leave.  p [V]."""
     residual, rejected = p, 1.0
     for node in children:
         if draft.q is not None:
@@ -187,8 +186,7 @@ class _TokenTexts:
 
 def kind_of(text: str) -> str:
     """The class of a token's text: by its letters if any, otherwise by digits, otherwise by punctuation.  Incomplete
-    characters are allowed.
-    """
+    characters are allowed."""
     stripped = text.strip()
     if not stripped:
         return "space"

@@ -73,9 +73,10 @@ def evaluate(
     target: names and folders are loaded.  drafters: one or several kinds such as `ngram`, or folders of trained ones;
     or a mapping from names in the report to these, or to drafters.
     training: by drafter, as returned by `row.training_of`.  overlaps: by drafter; drafters that were not checked are
-    missing.  drawn: prompts by task, if `draw` was called before.  on_prompt: as in `measure`.  done: earlier
-    measurements, which are not repeated.  shard: this process's share, if others measure the rest into the same folder;
-    on_wait is called while waiting for them, and may raise.  Raises DataError if all prompts of a task are left out.
+    missing.  drawn: prompts by task, if `draw` was called before.  on_prompt: as in `measure`.
+    done: earlier measurements, which are not repeated.  shard: this process's share, if others measure the rest into
+    the same folder; on_wait is called while waiting for them, and may raise.
+    Raises DataError if all prompts of a task are left out.
     """
     config = config or Config()
     target = as_target(target)

@@ -1,6 +1,5 @@
 """Timed decoding of requests in a batch: every step is recorded, and its seconds are split into the two models and the
-rest.
-"""
+rest."""
 
 from __future__ import annotations
 

@@ -82,8 +82,7 @@ def attending(mask: Tensor | None, cache: Any = None) -> Attend:
 
 class RMSNorm(nn.RMSNorm):
     """torch's RMSNorm with the weight cast to the input's dtype: under autocast they differ, in which case torch would
-    not use its fused kernel.
-    """
+    not use its fused kernel."""
 
     def __init__(self, size: int, eps: float = 1e-6):
         super().__init__(size, eps=eps)

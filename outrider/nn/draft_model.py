@@ -84,8 +84,7 @@ class Share(NamedTuple):
     rows: slice
     counts: bool = True
     """False if there were too few rows for all processes: this process then repeats another's row, which must not be
-    counted twice.
-    """
+    counted twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +165,7 @@ class DraftModel(nn.Module, ABC):
     """Whether it reads hidden states of the target."""
     rows_are_independent: bool = True
     """Whether a row's loss depends on that row alone; False if it depends on other rows of the batch, which may be in
-    other processes.
-    """
+    other processes."""
     progress: float = 1.0
     """Share of training completed, set before every step; 1 outside of training."""
     _target_head: tuple[tuple[torch.dtype, str], nn.Module] | None = None

@@ -171,8 +171,7 @@ class VocabularyModel(DraftModel):
 
 class PrefixGRU(nn.Module):
     """A state of a block's tokens so far: one layer of torch's GRU without biases, with the same parameter names.  g:
-    state size.
-    """
+    state size."""
 
     def __init__(self, size: int, state: int):
         super().__init__()

@@ -52,8 +52,7 @@ def loaded(config: ModelConfig, target: Target) -> TransformersTarget:
 
 def room(model: TransformersTarget, kind: str, length: int) -> int:
     """Maximum number of tokens of a text that leave room for `length` drafted ones in the model's context.  Raises
-    ConfigError if there is no room.
-    """
+    ConfigError if there is no room."""
     left = model.spec.context - length
     if left < 1:
         raise ConfigError(

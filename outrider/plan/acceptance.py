@@ -60,8 +60,7 @@ class Acceptance(NamedTuple):
 
 def survival(conditional: Sequence[float]) -> tuple[float, ...]:
     """The survival curve from conditional acceptance: [k] is the share accepted at depth k + 1, given that all earlier
-    tokens were.
-    """
+    tokens were."""
     return tuple(accumulate(conditional, mul))
 
 
@@ -135,8 +134,7 @@ def _mean(values: Sequence[Sequence[float]], weights: Sequence[int]) -> float:
 
 def _curve(row: Row) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Survival curve and offered shares of a row, from its histogram if it has one, otherwise from the shares at each
-    depth.
-    """
+    depth."""
     histogram = row.accepted_histogram
     if histogram and (steps := sum(map(sum, histogram))):
         depth = len(histogram) - 1
@@ -149,8 +147,7 @@ def _curve(row: Row) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 def _interval(rows: Sequence[Row], steps: int, center: Sequence[float]) -> tuple[float, float]:
     """The ends of the 95 % interval as factors of the accepted tokens; over prompts if possible, otherwise over
-    steps.
-    """
+    steps."""
     ranges = [row.tokens_per_step_range for row in rows]
     if all(each is not None and None not in (each.center, each.low, each.high) for each in ranges):
         ends = [(each.low - 1, each.center - 1, each.high - 1) for each in ranges]  # type: ignore[union-attr, operator]

@@ -57,8 +57,7 @@ class Auto(Policy):
     only if another one's rate times LOYALTY is higher."""
     EXPLORE, REST = 64, 16
     """Steps between two trials of another depth or of a plain step; maximum number of steps between two decisions while
-    drafting.
-    """
+    drafting."""
     OFFERS = 32
     """Steps after which the average of `fill` has faded to 1/e."""
     FIRST_WRITE = 32
@@ -87,16 +86,14 @@ class Auto(Policy):
         self.interval = 1
         """Steps between decisions, doubled after each decision that changes nothing."""
         self.is_trial = self.is_brief = False
-        """Whether this step's draft is verified in full so that it can be timed; whether the next step decides
-        again.
+        """Whether this step's draft is verified in full so that it can be timed; whether the next step decides again.
         """
         self.rows, self.requested, self.last_budget = list[int](), list[int](), torch.empty(0, dtype=torch.int64)
         self.survival: list[list[float]] | None = None
         """a of the current step; None without confidences."""
         self.fill: dict[int, float] = {}
         """By bit length of the number of live slots: recent mean of offered / requested nodes, without confidences.  A
-        drafter
-        may offer fewer than requested."""
+        drafter may offer fewer than requested."""
         self.outcomes: list[StepOutcome] = []
         self._rates: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
         """Cached rates since the last decision, by (live slots, requested nodes), then by tokens."""

@@ -89,8 +89,7 @@ def judge(name: str | SamplingJudge | None = None, allow_lossy: bool = False) ->
 
 def check_verification(name: str, allow_lossy: bool) -> lossy.LossyRule | None:
     """A new lossy rule, or None if the name is that of an exact rule.  Raises ConfigError for an unknown name or
-    setting, and
-    for a lossy rule unless allow_lossy is True."""
+    setting, and for a lossy rule unless allow_lossy is True."""
     call = re.fullmatch(r"(\w+)\((.*)\)", name.strip(), re.DOTALL)
     rule_name = call[1] if call else name
     _refuse_unknown("verification", rule_name, [*EXACT, *LOSSY.all()])

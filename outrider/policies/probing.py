@@ -50,8 +50,7 @@ class Probes:
 
 class PromptCosts:
     """Cost of the drafter's reading of prompts.  It happens before a text's first step and only while drafting, so it
-    is a cost of drafting that no step's time includes.
-    """
+    is a cost of drafting that no step's time includes."""
 
     WINDOW = 4096
     """Steps after which counts are halved."""

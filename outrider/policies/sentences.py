@@ -52,8 +52,7 @@ class Piece(NamedTuple):
 
     def completes(self, words: Sequence[str]) -> str | None:
         """The longest of these words that this token completes, or None.  The word may be followed by white space, but
-        not preceded by a letter or digit.
-        """
+        not preceded by a letter or digit."""
         whole = (self.before + self.added).rstrip()
         if len(whole) <= len(self.before.rstrip()):
             return None

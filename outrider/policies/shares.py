@@ -16,8 +16,7 @@ class Shares:
     """Steps after which a count has faded to 1/e."""
     GUESS, DOUBT = 0.5, 2.0
     """Prior of a member's first node, and its weight in tests; the prior of every other node is the value of the
-    previous node.
-    """
+    previous node."""
 
     def __init__(self, limits: Sequence[int]):
         self.steps = 0.0

@@ -1,6 +1,5 @@
 """Estimates how likely each node of a draft is to be accepted, from past acceptance or from the drafter's
-confidences.
-"""
+confidences."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ different numbers of nodes."""
 Rate = Callable[[int], float]
 """Steps per second by tokens in the pass, including anchors."""
 GUESS, DOUBT = 0.7, 4.0
-"""Prior of the first node, and how many tests it counts as; every other node's prior is the value of the
-previous node.
+"""Prior of the first node, and how many tests it counts as; every other node's prior is the value of the previous node.
 """
 
 
@@ -47,8 +45,7 @@ class NodeAcceptance:
 
     def switch_to_tree(self) -> None:
         """Called once a draft was a tree: from then on every node is counted, not only those whose predecessor was
-        accepted.
-        """
+        accepted."""
         if not self.is_tree:
             self.is_tree, self.accepted, self.tests = True, [0.0] * self.limit, [0.0] * self.limit
 
@@ -81,8 +78,7 @@ class NodeAcceptance:
 
     def detect_change(self, steps: Sequence[tuple[Sequence[int], int]], num_steps: int) -> None:
         """If the accepted nodes of a dozen steps are 3 standard deviations off, the text is assumed to have changed:
-        reduce the weight
-        of old counts."""
+        reduce the weight of old counts."""
         fade = (11 / 12) ** num_steps
         shares = self.shares()
         means = list(accumulate(shares, initial=0.0))
@@ -98,8 +94,7 @@ class NodeAcceptance:
 
 def shares(accepted: list[float], tests: list[float]) -> list[float]:
     """Share of its tests in which each node was accepted.  With few tests it is close to the previous node's, so that
-    untried nodes get tried.
-    """
+    untried nodes get tried."""
     guess, estimates = GUESS, []
     for count, tested in zip(accepted, tests, strict=True):
         guess = (count + DOUBT * guess) / (tested + DOUBT)

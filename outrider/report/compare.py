@@ -232,8 +232,7 @@ def _against(base: Report, name: str, other: Report) -> Against:
 
 def _matched(base: Sequence[Row], other: Sequence[Row]) -> tuple[list[tuple[Row, Row]], tuple[str, ...]]:
     """Rows of the same drafter, task, temperature and rule; then rows that are the only ones with their task and
-    temperature.
-    """
+    temperature."""
     left = list(base)
     right = list(other)
     matched = []

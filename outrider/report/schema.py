@@ -76,8 +76,7 @@ class Row(Part):
     """Share of drafted tokens that were verified in vain, including rejected branches."""
     predicted_by_depth: tuple[float | None, ...] = ()
     """`accepted_by_depth` as measured in training on held-out answers; empty if it was not, or for texts at a higher
-    temperature.
-    """
+    temperature."""
     speedup_range: Range | None = None
     """`speedup` with its interval; null for fewer than 5 prompts."""
     speedup_geomean: Range | None = None
@@ -109,8 +108,7 @@ class Row(Part):
     plain_loop_overhead: float | None = None
     noise: Literal["own"] | None = None
     """Above temperature 0: whether drafts use their own noise, as for requests without a seed.  Null in older reports,
-    whose
-    drafts shared the target's noise, so that fewer were accepted."""
+    whose drafts shared the target's noise, so that fewer were accepted."""
     plain_exact: bool | None = None
     """Whether the target alone, in the same loop, generates the same text as transformers' generate."""
     tpot_ms: Percentiles = Percentiles()
@@ -141,8 +139,7 @@ class Row(Part):
     device: str | None = None
     invalid: int | None = None
     """Number of drafted nodes whose q was not a distribution or whose id was not a token; they are verified as
-    deterministic.
-    """
+    deterministic."""
     rule: str | None = None
     """The lossy acceptance rule with its settings; null under the exact rule."""
     policy: str | None = None
@@ -251,8 +248,7 @@ class Report(Part):
     @property
     def lead(self) -> Row | None:
         """The row for the headline: the fastest exact one, otherwise the fastest not compared, otherwise the fastest of
-        all.
-        """
+        all."""
         rank = lambda row: (0 if row.is_inexact else 2 if row.exact else 1, row.speedup or -1.0)
         return max(self.rows, key=rank, default=None)
 

@@ -146,8 +146,7 @@ def distrust(report: Report) -> str:
 
 def busy(report: Report) -> str:
     """The maximum share of time that other programs took, as a sentence; empty if it was small or `distrust` mentions
-    it.
-    """
+    it."""
     lost, name = max(((row.contention or 0.0, named(row)) for row in report.rows), default=(0.0, ""))
     if lost <= BUSY or distrust(report):
         return ""

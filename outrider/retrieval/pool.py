@@ -10,8 +10,7 @@ class Pool:
 
     def __init__(self, longest: int, most: int, siblings: int):
         """longest: maximum number of tokens of a prefix.  most: maximum number of prefixes stored; the oldest is
-        removed first.  siblings: tokens stored per prefix.
-        """
+        removed first.  siblings: tokens stored per prefix."""
         self.longest, self.most, self.siblings = longest, most, siblings
         self.read = 0
         """Number of tokens of the text learnt so far."""

@@ -68,8 +68,7 @@ class Trust:
 
     def of(self, proposal: SourceProposal) -> float:
         """Near 1 if the shares are right.  A new kind starts with the trust of the same source and length, a new length
-        with its square.
-        """
+        with its square."""
         trust = proposal.length**2 / (proposal.length**2 + 8)
         for kind in (proposal.kind[:2], proposal.kind):
             right, promised = self.counts.get(kind, (0.0, 0.0))

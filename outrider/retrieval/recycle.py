@@ -14,14 +14,12 @@ from torch import Tensor
 
 CHANCES = (0.6, 0.11, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01)
 """Probability that the next token is the successor of rank 0, 1, ...; rank 0 has 0.72 in greedy code, but less in
-sampled text.
-"""
+sampled text."""
 
 
 class Successors:
     """A table that maps a token to its successors, [V, M] int32 on the CPU; the last write wins.  32 bytes per token at
-    M = 8.
-    """
+    M = 8."""
 
     def __init__(self, vocabulary: int, width: int):
         self.width = min(width, vocabulary)
@@ -29,8 +27,7 @@ class Successors:
 
     def learn(self, tokens: Sequence[int], successors: Tensor) -> None:
         """successors [R, >= M] of these R tokens, most likely first; if a token occurs more than once, the last
-        occurrence counts.
-        """
+        occurrence counts."""
         last = {token: n for n, token in enumerate(tokens) if 0 <= token < len(self.table)}
         if last:
             self.table[list(last)] = successors[list(last.values()), : self.width].to(torch.int32)

@@ -130,8 +130,7 @@ class Tries:
 
     def __init__(self, longest: int, capacity: int, tenants: int, shared: Literal[False, "tenant", "all"]):
         """longest: maximum length of a match in tokens.  capacity: n-grams per trie.  tenants: maximum number of
-        tenants with a trie.
-        """
+        tenants with a trie."""
         self.longest, self.capacity, self.shared = longest, capacity, shared
         self.by_tenant = ByTenant(self.new, tenants)
 

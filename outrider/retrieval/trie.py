@@ -25,8 +25,7 @@ from outrider.retrieval.proposal import Proposal
 
 BREADTH = 8
 """Maximum number of continuations of an n-gram in a proposal, the most recent ones; more do not help in trees of 16
-nodes.
-"""
+nodes."""
 
 
 class Node:

@@ -33,23 +33,20 @@ class TargetConfig(Base):
     """Number of processes among which every layer is split; torchrun starts them, see docs/many_devices.md."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] | None = None
     """Defaults to float32 on a CPU and the checkpoint's own type elsewhere; auto: the checkpoint's own where that is
-    fast.
-    """
+    fast."""
     quantize: Quantization | None = None
     """Round the weights of the linear layers: q8_0, q4_0 and q4_k to blocks of GGUF files, on the CPU; int8 needs
     torchao.  The output is then the quantised model's own."""
     activations: Literal["float32", "int8"] | None = None
     """Type of the activations that block-quantised weights are multiplied with: float32 by default; int8 rounds them,
-    so that sums of integers are exact.
-    """
+    so that sums of integers are exact."""
     adapter: str | None = None
     """Folder of a LoRA adapter of peft's, merged into the weights as they load."""
     trust_remote_code: bool = False
     """Run code that comes with the model.  Read that code first."""
     compile: bool | None = None
     """Compile its steps and the drafters'; see docs/fast.md.  By default this is done once per machine where possible;
-    a server's steps are compiled in the background.
-    """
+    a server's steps are compiled in the background."""
 
     def load_options(self) -> dict[str, Any]:
         """Arguments of `load_target` besides the name, for work long enough to justify compiling first."""

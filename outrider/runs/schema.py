@@ -1,6 +1,5 @@
 """The JSON schema of run files, generated from the Configs.  It ships as `schema.json`, which can be read without
-importing torch.
-"""
+importing torch."""
 
 from __future__ import annotations
 

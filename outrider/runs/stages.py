@@ -72,8 +72,8 @@ def run(
 
     overrides: `key.path=value`, such as `train.lr=3e-4`.  stages: run only these, in their usual order.  reporter:
     receives plans, progress and results; see `outrider.runs.reporter`.  force: resume a training even if its settings
-    changed.  Returns the report, or None if nothing is measured.  Raises ConfigError for everything wrong with the
-    file, before any weights are loaded, and for a stage without a section.
+    changed.  Returns the report, or None if nothing is measured.
+    Raises ConfigError, before weights are loaded, for anything wrong with the file and for a stage without a section.
     """
     parts = _parts(file, overrides)
     work_for_first(parts)
@@ -299,9 +299,7 @@ def train(
 
 
 def _settle(place: Path, model: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
-    """Apply the settings derived from the measurement on held-out answers to a checkpoint; its manifest records
-    them.
-    """
+    """Apply to a checkpoint the settings derived from the measurement on held-out answers; its manifest has them."""
     manifest = manifest_of(place)
     measured = (row["held_out"] for row in metrics if row["step"] == manifest["training"]["step"] and "held_out" in row)
     facts = next(measured, None)

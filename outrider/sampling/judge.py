@@ -172,8 +172,7 @@ class SamplingJudge(Judge):
 
     def observe(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> Mapping[int, Exception]:
         """By slot, a TargetError or ConfigError if a token was chosen from logits that are NaN, infinite or all
-        impossible.
-        """
+        impossible."""
         errors = self._wrong_numbers(accepted, texts, scores)
         for b, (row, request) in enumerate(self._requests):
             if request.sampling.logprobs is not None and row not in errors:

@@ -200,8 +200,7 @@ def _add_bias(out: Tensor, prefixes: Sequence[tuple[int, Prefix]]) -> None:
 
 def _penalise(out: Tensor, penalties: dict[int, Penalties], rows: list[Row]) -> None:
     """Works sparsely: the tokens of each text once for all its rows, then those of each path with the counts of its
-    row.
-    """
+    row."""
     if not penalties:
         return
     where, ids = _joined([(b, penalty.ids) for b, penalty in penalties.items()])

@@ -21,8 +21,7 @@ from outrider.sampling.grammar import Rules
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """(input_ids [1, n], scores [1, V]) to scores [1, V], as transformers' LogitsProcessor.  It must depend only on its
-arguments, since it is called once for every path of a draft, and again after a rejection.
-"""
+arguments, since it is called once for every path of a draft, and again after a rejection."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,20 +23,17 @@ class Config(Base):
     """Number of texts generated at the same time."""
     length: int | None = Field(None, ge=2)
     """Maximum number of tokens of a prompt and its answer together; defaults to the target's context, or to what fits
-    into
-    `memory_gb`."""
+    into `memory_gb`."""
     memory_gb: PositiveFloat | None = None
     """Maximum memory for the KV cache of all texts together, in GB.  On a CPU under Linux a text that would exceed it
     waits; elsewhere slots that could exceed it are refused at the start.  Defaults to all free memory if `length` is
     given, and to half of it otherwise."""
     queue: PositiveInt = 256
     """Maximum number of texts that wait for a slot; a request beyond it is refused with 429, unless its key has less
-    than its share
-    of the queue."""
+    than its share of the queue."""
     policy: Literal["fixed", "auto"] = "auto"
     """How much is drafted: everything the drafter offers, or what pays off according to measured times at the current
-    load.
-    """
+    load."""
     verification: str = "standard"
     """`standard`, or `block`, which accepts more of a sampled chain; both are exact.  `typical`, `relaxed`, `relay`,
     `scorer` and `counterfactual`, with their settings in brackets, are lossy."""
@@ -47,8 +44,7 @@ class Config(Base):
     Defaults to a tenth of the memory that is free when the server starts; 0 switches the cache off."""
     interval_s: NonNegativeFloat = 0.01
     """Minimum time between two chunks of a stream, in seconds, so that millisecond steps are not sent one by one; first
-    and last tokens are sent at once.  0 sends every step.
-    """
+    and last tokens are sent at once.  0 sends every step."""
     drafter_timeout_s: PositiveFloat = 10.0
     """Seconds after which a drafter that does not return is switched off."""
     timeout_s: PositiveFloat | None = None
@@ -60,8 +56,7 @@ class Config(Base):
     """Largest request body in bytes; a larger one is refused with 413."""
     connections: PositiveInt = 1024
     """Maximum number of connections at once, fewer if the process may open fewer files.  Beyond it, the address with
-    the most idle
-    connections loses its oldest one."""
+    the most idle connections loses its oldest one."""
     address_connections: PositiveInt = 256
     """Maximum number of idle connections of one address.  One whose client does not read its responses counts as idle.
     """
@@ -88,7 +83,6 @@ class Config(Base):
     """Also write prompts and answers to the request log.  Get the consent of the senders first."""
     traces: str | None = None
     """URL of an OpenTelemetry collector (OTLP over HTTP), such as http://127.0.0.1:4318/v1/traces, which gets a span
-    for each request, with times and counts but no text.
-    """
+    for each request, with times and counts but no text."""
     learning: Learning | None = None
     """Train the drafter on the served texts, which are stored; see docs/serve.md.  Off by default."""

@@ -26,8 +26,7 @@ log = logging.getLogger(__name__)
 
 def suspects(state: DecodeState, error: Exception) -> Sequence[int]:
     """Slots that may have caused a step to fail before its commit: those with grammars or processors if the error is a
-    ConfigError, otherwise all.
-    """
+    ConfigError, otherwise all."""
     rows = [row for row in state.rows if state.requests[row].sampling.forbids]
     return rows if rows and isinstance(error, ConfigError) else list(state.rows)
 
@@ -83,8 +82,7 @@ class GuardedDrafter(Drafter):
 
     def is_hung(self, seconds: float) -> bool:
         """Whether a call into the drafter has exceeded this; if so, the drafter is switched off, and its thread will
-        raise Abandoned.
-        """
+        raise Abandoned."""
         with self._lock:
             since = self._busy_since
             if self.is_off or since is None or time.monotonic() - since <= seconds:

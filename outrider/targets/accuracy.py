@@ -35,8 +35,7 @@ SHARE = 0.5
 """Fraction of the free memory that a copy in float64 may take."""
 RMS, LARGEST = 2.5, 4.0
 """How far two paths may differ, in multiples of the dtype's loss: the plain path loses it once, the fast one up to 1.5
-times in root mean square and 3 times at most.
-"""
+times in root mean square and 3 times at most."""
 UNITS = 4
 """Rounding units of the largest logit by which any logit may differ; the root mean square may differ by one."""
 
@@ -80,8 +79,7 @@ class Tolerance(NamedTuple):
 
 def compared_with(dtype: torch.dtype) -> torch.dtype:
     """The dtype to compare `dtype` with: float64; for float64 itself, float32, in which families compute norms and
-    rotary factors anyway.
-    """
+    rotary factors anyway."""
     return torch.float32 if dtype == torch.float64 else torch.float64
 
 

@@ -17,9 +17,8 @@ READ = (".safetensors", ".json", ".bin", ".jinja", ".model", ".gguf", ".txt")
 
 
 def problem_of(name: str) -> str | None:
-    """What is wrong with a folder's files, and what to do about it; None if nothing is wrong, or for a Hugging
-    Face id.
-    """
+    """What is wrong with a folder's files, and what to do about it; None if nothing is wrong, or for a Hugging Face
+    id."""
     folder = Path(name).expanduser()
     try:
         if not folder.is_dir():
@@ -36,8 +35,7 @@ def problem_of(name: str) -> str | None:
 
 def unreadable(path: Path) -> str | None:
     """Why a file can't be read (it is not a regular file, or is a Git LFS pointer), and what to do about it; None if it
-    can be read.
-    """
+    can be read."""
     try:
         regular(path)
     except OSError as error:

@@ -347,8 +347,7 @@ def _warn_if_slow(target: TransformersTarget) -> None:
 
 def _warn_of_text(target: TransformersTarget) -> None:
     """Warn if generation_config, tokenizer and chat template name different end tokens, and about tokens without an
-    embedding.
-    """
+    embedding."""
     stops, tokenizer = ends_of(target.model), target.tokenizer
     named = getattr(target.model.config.get_text_config(), "eos_token_id", None)
     if named is not None and not target.ends:

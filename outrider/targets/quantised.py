@@ -38,8 +38,7 @@ IN_BLOCKS = (QuantizedLinear, QuantizedEmbedding)
 """Modules whose weights are the blocks of a GGUF file."""
 DEQUANTISED = {"compressed-tensors": (), "fp8": (), "mxfp8": (), "mxfp4": ("cpu",)}
 """Methods whose checkpoints are dequantised as they load, on these devices, or on all if none is named.  In their usual
-mode they round activations, and with the first one, a pass of several tokens differs from single steps.
-"""
+mode they round activations, and with the first one, a pass of several tokens differs from single steps."""
 ROUNDS_ACTIVATIONS = ("bitnet", "fbgemm_fp8", "fouroversix", "fp8", "fp_quant", "mxfp8", "nvfp4", "bitsandbytes_8bit")
 """Methods that always round activations."""
 

@@ -110,8 +110,7 @@ class SpeculationStats:
     """Whether the server restarted between the readings; the counts then start there."""
     is_interval: bool = False
     """Whether `tokens_per_step` is the server's mean over its last logging interval, not over the time between the
-    readings.
-    """
+    readings."""
     gauge: float | None = None
     """The mean that the server reports; None if it reports none, or nothing was drafted."""
 

@@ -15,8 +15,7 @@ from outrider.report.schema import Report, Row
 
 LEVEL, SIGMAS = 0.99, 2.576
 """Confidence level of the release's interval.  Wider than the report's 95 %: a release outside its interval would raise
-alarms forever.
-"""
+alarms forever."""
 FEWEST_PROMPTS = 8
 SELDOM = 0.02
 """Maximum share of steps without a draft for a drafter to count as always drafting."""

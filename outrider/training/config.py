@@ -38,8 +38,7 @@ class Config(Base):
     }
     steps: PositiveInt | None = 10_000
     """Training steps, each of `accumulate` times `batch` texts.  If you raise this after a run has ended, training
-    resumes from its checkpoint; see docs/training.md.
-    """
+    resumes from its checkpoint; see docs/training.md."""
     epochs: PositiveFloat | None = None
     """Passes over the answers, instead of `steps`."""
     lr: PositiveFloat = 6e-4
@@ -109,8 +108,7 @@ class Config(Base):
     """Steps between rows of metrics.jsonl."""
     track: Annotated[list[str], AfterValidator(trackers.known)] = Field(default=[])
     """Trackers that also receive the metrics: tensorboard, wandb, trackio; each needs accelerate and the package of the
-    same name.
-    """
+    same name."""
     held_out: NonNegativeInt = 32
     """Answers excluded from training, at most one in 16; acceptance is measured on them at the end, as a reference for
     serving."""

@@ -15,8 +15,7 @@ Kind = Literal["adamw", "muon"]
 
 ADAMW_ONLY = frozenset({"lm_head", "queries", "level", "rank_head", "ngram_table"})
 """Names of matrices that Muon must not optimise: heads over a reduced vocabulary or over classes, learnt embeddings,
-and lookup tables.
-"""
+and lookup tables."""
 
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)

@@ -92,8 +92,8 @@ def most_learnable(
 
     The reference is a drafter of the same kind and size, distilled on all rows.  Where the reference does better, this
     drafter can still learn; where both fail, perhaps not.  Rows tied with the last selected one are selected as well.
-    size: rows per chunk.  together: gathers the gains of all processes from those of this one.  Raises ConfigError if
-    the two models predict different rows.
+    size: rows per chunk.  together: gathers the gains of all processes from those of this one.
+    Raises ConfigError if the two models predict different rows.
     """
     if not torch.equal(rows.labels, reference.labels) or not torch.equal(rows.depth, reference.depth):
         raise ConfigError(

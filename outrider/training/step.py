@@ -27,8 +27,7 @@ from outrider.training.progress.throughput import BACKWARD, StepFlops
 
 CHUNK_ELEMENTS = {"cpu": 2**20}
 """Number of logits that exist at once, by device.  On a CPU 4 MiB in float32, and the same for the target's logits and
-for
-gradients, stay in cache.  Elsewhere 2**26 (256 MiB): with fewer rows, a GPU would spend its time reading the output
+for gradients, stay in cache.  Elsewhere 2**26 (256 MiB): with fewer rows, a GPU would spend its time reading the output
 layer."""
 
 CACHED_ELEMENTS = 2**18
@@ -36,8 +35,7 @@ CACHED_ELEMENTS = 2**18
 
 CHUNK_ROWS = 64
 """Minimum number of rows per chunk.  With a vocabulary of 150,000 a CPU would process 13 rows at a time, and every
-chunk would wait for the output layer's weights.
-"""
+chunk would wait for the output layer's weights."""
 
 
 class Joined(NamedTuple):
@@ -124,8 +122,8 @@ def optimise(
     processes: each has different rows of the same batches; all of them learn from all rows and return the same figures.
 
     Returns the loss, its terms and, if counted, expected acceptance by depth.  If the loss or the gradient is not
-    finite, returns `bad` and takes no step.  near: mean overlap of draft and target, as last measured.  flops: receives
-    those of the step.
+    finite, returns `bad` and takes no step.
+    near: mean overlap of draft and target, as last measured.  flops: receives those of the step.
     """
     counted = (lambda times: nullcontext()) if flops is None else flops.of
     lr = config.lr * rate(step, config, joined)
@@ -169,7 +167,7 @@ def select(
     predictions: Predictions, reference: DraftModel, batch: Batch, config: Config, noise: Tensor, near: float = 0.0,
     processes: Processes = ALONE,
 ) -> Tensor:  # fmt: skip
-    """[M] bool, the rows to train on. noise: the random state before the rows were drawn, so that the reference draws
+    """[M] bool, the rows to train on.  noise: the random state before the rows were drawn, so that the reference draws
     the same ones."""
     after = torch.get_rng_state()
     torch.set_rng_state(noise)
@@ -229,13 +227,8 @@ def accumulate(
             depth = predictions.depth[part].cpu()[is_own]
             shares.index_add_(0, depth, share[is_own])
             rows_at.index_add_(0, depth, torch.ones(len(depth)))
-        del (
-            draft,
-            target,
-            gradient,
-            extra,
-            learning,
-        )  # otherwise the next chunk's logits would be allocated in addition to these
+        # otherwise the next chunk's logits would be allocated in addition to these
+        del draft, target, gradient, extra, learning
     sums.add(local_total, terms_at, shares, rows_at)
     return sums
 
@@ -305,8 +298,7 @@ NONE = "none of inputs, weights and gradients: the loss itself overflowed"
 
 def first_bad(model: DraftModel, batch: Batch, layout: Weights | None = None) -> str:
     """The first tensor that holds a NaN or an infinity, in the order inputs, weights, gradients.  layout: how the model
-    is distributed over processes; by default, one process has all of it.
-    """
+    is distributed over processes; by default, one process has all of it."""
     local = (layout or Whole()).local
     inputs = [("batch.taps", batch.taps), ("batch.hidden", batch.hidden)]
     weights = [(f"weight {name}", weight) for name, weight in model.named_parameters()]

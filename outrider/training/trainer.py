@@ -1,6 +1,5 @@
 """The training loop: read features, step, save.  On a CPU, N steps, a restart and N more steps equal 2N steps bit for
-bit.
-"""
+bit."""
 
 import logging
 import math
@@ -48,8 +47,7 @@ def with_steps(config: Config, source: FeatureSource) -> Config:
 
 def with_dtype(config: Config, folder: str | Path, device: torch.device) -> Config:
     """`config` with `auto` resolved: the dtype of the checkpoint in `folder` if there is one, otherwise the fastest on
-    the device.
-    """
+    the device."""
     if config.dtype != "auto":
         return config
     place = Path(folder) / "checkpoint"

@@ -146,7 +146,7 @@ def test_sharpening_moves_a_piece_to_the_token_that_it_begins(plain_pair):
         p = torch.full((1, len(pieces)), (1 - chance) / (len(pieces) - 1), dtype=torch.float64)
         p[0, begun] = chance
         opinion = Opinion(p.log())
-        found = pair._sharpened(p.log(), torch.tensor([token]), [opinion]).exp()
+        found = pair.average.sharpened(p.log(), torch.tensor([token]), [opinion]).exp()
         assert float(found.sum()) == pytest.approx(1.0, abs=1e-12)
         moved = weight * chance * is_flat
         assert float(found[0, token] - p[0, token]) == pytest.approx(moved, abs=1e-12)

@@ -104,7 +104,7 @@ def test_members_are_averaged_where_all_are_asked_and_it_can_change_the_choice(m
     for several, is_averaged in ROWS:
         rows = [torch.tensor([[row or [0.0] * 3]], dtype=torch.float64) for row in several]
         opinions = [Opinion(p.log(), None if p.sum() else torch.ones(1, 1).double()) for p in rows[1:]]
-        p, is_ensembled = safe._mixed(rows[0].log(), rows[0].argmax(-1), opinions)
+        p, is_ensembled, _ = safe.average.of(rows[0].log(), rows[0].argmax(-1), opinions)
         mean = sum(weight * row for weight, row in zip(WEIGHTS, rows, strict=True))
         assert bool(is_ensembled) == is_averaged
         assert torch.allclose(p.exp(), mean if is_averaged else rows[0])
@@ -281,7 +281,8 @@ def test_a_folder_is_loaded_as_any_other_target(folder):
     prompt = target.encode("def read")
     assert found.tokens == brute(target.members, target.weights, prompt, 12)[: len(found.tokens)]
     safe = load_target(folder / "safe", compile=False)
-    assert (target.is_selective, target.sharpen, safe.is_selective, safe.sharpen) == (False, False, True, True)
+    rules = [(each.average.is_selective, each.average.sharpen) for each in (target, safe)]
+    assert rules == [(False, False), (True, True)]
     assert sketch(str(folder / "both")).spec.hidden == target.spec.hidden
     assert target.parameters == sum(member.parameters for member in target.members)
     # a member that drafts too is not loaded a second time

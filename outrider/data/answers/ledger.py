@@ -183,9 +183,8 @@ class Ledger:
         return dict.fromkeys(STATUSES, 0) | dict(self._db.execute(query).fetchall())
 
     def facts(self) -> dict[str, int]:
-        """`retokenised`: answers of this run that arrived as text.  `truncated`: answers that reached the
-        length limit.
-        """
+        """`retokenised`: answers of this run that arrived as text.  `truncated`: answers that reached the length
+        limit."""
         row = self._db.execute(
             "SELECT count(*) FILTER (WHERE tokens_from = 'text'), count(*) FILTER (WHERE finish_reason = 'length') "
             "FROM prompts WHERE position IS NOT NULL AND status = 'answered'"

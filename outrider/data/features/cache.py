@@ -316,8 +316,7 @@ class _Writer:
 
 def _top(hidden: Tensor, head: Callable[[Tensor], Tensor], count: int) -> dict[str, Tensor]:
     """The likeliest tokens after final states [n, H]: ids and logprobs [n, count], and the log of the remaining mass
-    [n].
-    """
+    [n]."""
     parts = [TopLogprobs.of(head(rows), count) for rows in hidden.split(256)]
     return {
         "top.ids": torch.cat([part.ids for part in parts]).int(),

@@ -122,8 +122,7 @@ class CachedFeatures(TextFeatures):
 
     def _recheck(self, i: int, stored: TextStates, shard: Shard) -> None:
         """Compare the states of a text with a pass of the target; raises DataError if they differ by more than
-        rounding.
-        """
+        rounding."""
         text = self.texts[i]
         taps, hidden = (
             states[0] for states in states_of(self.target, torch.tensor([text.tokens]), self.taps, self.dtype)

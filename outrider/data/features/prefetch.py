@@ -1,6 +1,5 @@
 """The next batch is prepared while the current one trains, in a background thread and, on a GPU, on a separate
-stream.
-"""
+stream."""
 
 from __future__ import annotations
 

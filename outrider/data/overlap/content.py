@@ -45,8 +45,7 @@ def stem(word: str) -> str:
 
 def _stems() -> dict[str, str]:
     """Maps words and stems to the stem that represents their synonyms; if several groups have a word, the first is
-    used.
-    """
+    used."""
     stems = dict[str, str]()
     for group in SYNONYMS:
         for word in group:

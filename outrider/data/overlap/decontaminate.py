@@ -20,8 +20,7 @@ class SharedQuestion(NamedTuple):
     """Its id."""
     how: str
     """`whole` or `part`: the question or part of it word for word; `words`: consecutive words; `near`: nearly the same
-    content words.
-    """
+    content words."""
 
 
 class EvaluationPrompts:

@@ -22,8 +22,7 @@ LIGHTEST, LIGHTEST_TEXT = 1.5, 1.0
 """Minimum weight of a question and of a text to be compared; lighter ones are recognised only word for word."""
 ALIKE, ALIKE_BY_NUMBERS = 0.6, (0.6, 0.6, 0.45, 0.38)
 """Minimum of twice the shared weight divided by the total weight of both.  The second, by the number of shared numbers,
-applies if
-these are all numbers of the question and nearly all of the text."""
+applies if these are all numbers of the question and nearly all of the text."""
 USUAL_ALIKE = 0.7
 """The same for a question without rare words and numbers."""
 CONTAINED, COVERED = 0.85, 0.5
@@ -184,8 +183,7 @@ def _additions(bags: Bags) -> list[np.ndarray]:
 
 def _factors(num_questions: np.ndarray, count: int) -> np.ndarray:
     """Weight factors of words by the number of questions that have them: 1 for one question, then decreasing; small if
-    more than half have them.
-    """
+    more than half have them."""
     factors = np.clip(np.log((count + SMOOTHING) / num_questions) / math.log(SMOOTHING), SHARED_BY_MANY, 1.0)
     return np.where(num_questions > max(1, count / 2), SHARED_BY_MANY, factors)
 

@@ -101,8 +101,7 @@ def _weight(word: str) -> int:
 
 class _Signs(dict[int, str | None]):
     """Maps characters: letters, marks and digits stay, apostrophes and format characters are removed, everything else
-    becomes space.
-    """
+    becomes space."""
 
     def __missing__(self, code: int) -> str | None:
         letter = chr(code)

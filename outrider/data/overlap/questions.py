@@ -129,8 +129,7 @@ class Questions:
 
     def first_in(self, text: Units, is_first: bool) -> tuple[int, str] | None:
         """The prompt that a turn asks, and how; None if it asks none.  is_first: whether it is the first of its
-        conversation.
-        """
+        conversation."""
         if text.whole is None:
             return None
         whole = np.append(text.wholes, np.uint64(text.whole))

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import resources
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
@@ -153,7 +152,7 @@ def _built_in(path: str, count: int, seed: int) -> Iterator[Row]:
         if name not in get_args(demo.Split):
             raise DataError(f"instructions:{name} is unknown; use instructions:train or instructions:held_out")
         prompts = many_instructions(seed) if name == "train" else instructions(name, seed)
-        return ((row["id"], row) for row in islice(prompts, count))
+        return ((row["id"], row) for row in itertools.islice(prompts, count))
     if kind == "packages":
         drawn = demo.pieces(demo.package_modules(name.split(",")), count, f"{path} {seed}", SHORT)
     elif name in get_args(demo.Split):
@@ -260,7 +259,7 @@ def _json(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[Row]:
     if text.next_letter() == "[":
         return _listed(path, text)
     text.close()
-    lines = [line for _, line in islice(_nonempty_lines(path), 2)]
+    lines = [line for _, line in itertools.islice(_nonempty_lines(path), 2)]
     if len(lines) == 2 and (lines[0] is None or _is_json(lines[0])):
         return _rows_by_line(path, skip_bad, skipped, _json_line)
     if len(lines) == 1 and lines[0] is not None and _is_json(lines[0]):

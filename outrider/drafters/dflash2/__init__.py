@@ -77,8 +77,7 @@ class Config(BackboneConfig):
     kind: Literal["dflash2"] = "dflash2"
     anchor_predicts: bool = False
     """The anchor's slot predicts the first token and masks predict the next ones; no: each mask predicts its own
-    position, as in the released drafts.
-    """
+    position, as in the released drafts."""
     candidates: PositiveInt = 16
     """Candidates per row, the likeliest tokens.  For k of them, llama.cpp needs a hidden size of at least k (k + 1)."""
     rank: PositiveInt = 256

@@ -21,8 +21,7 @@ class PairSelector(nn.Module):
     """Saved buffers that other checkpoints may lack; they keep their initial values."""
     share: Tensor
     """Weight of the pairs in serving: 1, or 0 if drafts on held-out answers were better without them; unused in
-    training.
-    """
+    training."""
 
     def __init__(self, vocabulary: int, hidden: int, rank: int):
         super().__init__()
@@ -52,8 +51,7 @@ class PairSelector(nn.Module):
 
     def lattice(self, states: Tensor, anchors: Tensor, best: Candidates) -> Lattice:
         """Scores of all pairs in neighbouring rows, weighted by `share`: states [B, K, H], anchors [B]; best [B, K, k]
-        with the
-        target's ids."""
+        with the target's ids."""
         projected = self.hidden_projection(states) * self.share
         after = self.successor_codebook[best.ids].transpose(-1, -2)
         first = (self.predecessor_codebook[anchors] * projected[:, 0])[:, None] @ after[:, 0]

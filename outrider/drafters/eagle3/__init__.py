@@ -81,8 +81,7 @@ class Config(RecurrentConfig):
     last."""
     vocabulary: PositiveInt | None = None
     """Number of tokens it can draft (the most frequent ones), with a trained head; by default all tokens, with the
-    target's head.
-    """
+    target's head."""
     qk_norm: bool = False
     """Normalise queries and keys, as in Qwen3's layers but not in Llama's."""
     fc_norm: bool = False

@@ -67,8 +67,7 @@ class Config(LayerConfig):
     """Target layers it reads, counted from 0; by default three: low, middle and high."""
     vocabulary: PositiveInt | None = None
     """Number of tokens it can draft (the most frequent ones), with a trained head; by default all tokens, with the
-    target's head.
-    """
+    target's head."""
     init_from_layers: tuple[NonNegativeInt, ...] | None = None
     """Target layers, one per draft layer except the first and counted from 0, whose weights the draft layers start
     from; random by default."""

@@ -98,8 +98,7 @@ class Config(ModelConfig):
     """Tokens drafted per step; levels of a tree."""
     width: PositiveInt = 1
     """Maximum number of children of a node; above 1 the draft is a tree, of the likeliest paths at temperature 0 or of
-    drawn
-    siblings."""
+    drawn siblings."""
     nodes: PositiveInt = 16
     """Number of nodes of a tree; a chain has `length`."""
     replacement: bool = False
@@ -197,8 +196,7 @@ class StaticModel(StaticDrafter):
 
     def __init__(self, drafter: SmallModel, memory: Memory, unread: int, more: int):
         """unread: maximum number of tokens of an unread end; more: columns that a step needs in addition to the
-        target's.
-        """
+        target's."""
         self.drafter, self.memory = drafter, memory
         cache, model = memory.cache, drafter.model
         self.run = StaticPass(model, with_buffers(model, cache), (), (), more)

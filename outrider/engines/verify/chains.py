@@ -106,8 +106,7 @@ def _through(
     draft: Draft, embedded: Tensor | None, x: Tensor, context: Tensor | None, length: int, stages: dict[str, Tensor]
 ) -> Tensor:  # fmt: skip
     """Rows x [n, H] through all layers; the last `length` rows are normalised.  embedded: tokens that the first layer
-    reads
-    along with x."""
+    reads along with x."""
     for layer in range(1 + max(int(name.split(".")[1]) for name in draft.weights if name.startswith("layers."))):
         x = _layer(draft, layer, embedded if layer == 0 else None, x, context, stages)
     x = stages["norm"] = _norm(draft, "norm", x)[-length:]

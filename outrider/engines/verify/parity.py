@@ -138,8 +138,7 @@ class Parity:
     """The first of them whose output differs, and its relative difference."""
     guesses: tuple[tuple[str, str, float], ...] = ()
     """How the engine may be misreading a sound folder: name, description, and the share of its steps that this
-    explains.
-    """
+    explains."""
     error: str | None = None
     """The engine's message if it did not load."""
     warnings: tuple[str, ...] = field(default=())

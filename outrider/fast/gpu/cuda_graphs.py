@@ -60,8 +60,7 @@ _Key = tuple[int, int, int, int, int]
 
 MAX_CAPTURES = 48
 """Maximum number of stored captures; after that, all are dropped, since recapturing a size takes a fraction of a
-second.
-"""
+second."""
 
 
 class _Capture(NamedTuple):

@@ -36,8 +36,7 @@ MOST_BYTES = 2**31
 
 MOST_CONSTANTS = 2**16
 """Number of values of tensors created during tracing that a package without weights may contain; with more, it also
-contains weights.
-"""
+contains weights."""
 
 HOLDS_WEIGHTS = "aot_inductor.package_constants_in_so"
 """Inductor's setting for whether a package contains the weights or gets them when it is loaded."""

@@ -13,8 +13,7 @@ from outrider.kernels import prepacked
 
 INLINED = 8
 """Maximum number of values of a vector that inductor writes into the code, so that packages don't read it from the
-model.
-"""
+model."""
 
 
 def fingerprint(model: nn.Module, *more: object) -> str:

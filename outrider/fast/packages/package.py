@@ -47,8 +47,7 @@ class Package:
             text, self.names = self._operators.describe_package(self._loaded)
         self.has_weights, self.constants = not text, _read(text)
         """Whether it contains the weights; if not, `give` sets them and `constants`, which are not weights.  `names`
-        are
-        all that it needs."""
+        are all that it needs."""
 
     def give(self, weights: Mapping[str, Tensor]) -> None:
         """Set the weights by name; they are not copied, and must live as long as the package."""

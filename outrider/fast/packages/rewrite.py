@@ -21,8 +21,7 @@ from outrider.kernels import quantized
 PREFIX = "panels_"
 """Prefix of the names of constants that are panels."""
 MOST_JOINED = 2**23
-"""Maximum bytes of quantised weights that are joined: larger products take longer than threads need to synchronise.
-"""
+"""Maximum bytes of quantised weights that are joined: larger products take longer than threads need to synchronise."""
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 

@@ -46,8 +46,7 @@ EXAMPLE, BEFORE = (3, 8), 300
 """Rows and tokens per row of the traced pass, and columns before it."""
 ALLOWED = 0.1
 """Relative difference of logits allowed for our kernels: rounding to bfloat16 explains a few hundredths, whereas a
-missing part of a layer causes several tenths.
-"""
+missing part of a layer causes several tenths."""
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -98,8 +97,7 @@ class CompiledStep(Compiled):
 
     def get(self, build: bool) -> float:
         """Like `Compiled.get`; from then on caches have buffers before a prompt is read, so that its first chunk can
-        also be compiled.
-        """
+        also be compiled."""
         seconds = super().get(build)
         self._learn_layout()
         return seconds

@@ -79,8 +79,7 @@ class Truncated(Tempered):
 
     def __init__(self, rank: int, has_top_p: bool):
         """rank: number of likeliest tokens to sort: at least the largest top-k, and all if a request has only top-p; 0
-        for none.  has_top_p: whether any request has it.
-        """
+        for none.  has_top_p: whether any request has it."""
         super().__init__()
         self.rank, self.has_top_p = rank, has_top_p
 

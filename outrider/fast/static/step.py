@@ -81,8 +81,7 @@ class StaticSlots(StaticPart):
 
     def enter(self, row: int, state: DecodeState) -> None:
         """Start slot `row` of the state, whose prompt has been read.  Values are written one by one, without a
-        transfer.
-        """
+        transfer."""
         request, text = state.requests[row], state.tokens[row]
         sampling = request.sampling
         values = (

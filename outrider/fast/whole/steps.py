@@ -84,8 +84,7 @@ class WholeSteps:
 
     def end(self) -> None:
         """End the batch, and offer this runner to the next batch of its drafter, or of its target if there is no
-        drafter.
-        """
+        drafter."""
         self._for = None, None
         vars(self.drafter if self.drafts else self.target)["whole"] = self
 
@@ -287,8 +286,7 @@ class WholeSteps:
 
     def _note_length(self, row: int, state: DecodeState) -> None:
         """Set the length of a text in the caches, so that slots can be moved.  The target has not read its anchor, but
-        a drafter may have.
-        """
+        a drafter may have."""
         assert self.kind is not None
         length = len(state.tokens[row])
         self.cache.lengths[row] = length - 1

@@ -135,8 +135,7 @@ def _check(
 
 def _labels(counts: Sequence[int], draws: int, seed: int) -> Iterator[list[Floats]]:
     """Signs [draws, 2n] per prompt, in pieces: +1 for the first set, -1 for the second.  The first row has the true
-    labels.
-    """
+    labels."""
     noise = np.random.default_rng(seed)
     truth = [np.repeat(np.array([1, -1], dtype=np.float32), count) for count in counts]
     yield [labels[None] for labels in truth]

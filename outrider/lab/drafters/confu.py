@@ -114,14 +114,9 @@ class Model(RecurrentModel, FusedTaps):
         return states + self.join(torch.cat([self.state_norm(states), future], -1))
 
     def probe(
-        self,
-        contemplate: Tensor,
-        mask: Tensor,
-        depths: Tensor,
-        prompt_mask: Tensor,
-        prompt_depths: Tensor,
+        self, contemplate: Tensor, mask: Tensor, depths: Tensor, prompt_mask: Tensor, prompt_depths: Tensor,
         group: Tensor,
-    ) -> Probe:
+    ) -> Probe:  # fmt: skip
         """Prompts, and a contemplate token after each of n rows: embeddings [B, n, H], mask [B, n, K], depths [B, n].
 
         prompt_mask [B, G, K] and prompt_depths [B, G] are of the anchors of G rows of prompts, each `rows` long; row i

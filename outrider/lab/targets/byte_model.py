@@ -31,7 +31,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from outrider.lab.byte_patches import Known, may_end, noted, notes_of
+from outrider.lab.byte_patches import Known, free_rows, noted, notes_of
 
 NOTES = 2
 """Layers of a cache that store what rows must know of those before them: positions, and ends of patches."""
@@ -175,12 +175,14 @@ class Patcher(nn.Module):
     @torch.no_grad()
     def ends(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
         """Which bytes end a patch, [R, n] bool; it does not run if all of them are held."""
-        can_end = may_end(ids.shape[1], ids.device)
-        if not bool(can_end.any()):
+        free = free_rows(ids.shape[1])
+        if not free:
             shape = len(ids), self.heads, ids.shape[1], self.embed_tokens.embedding_dim
             skip(cache, range(self.first, self.first + len(self.layers)), self.embed_tokens.weight, shape)
-            return can_end.expand_as(ids)
-        return (entropies(self(ids, mask, positions, cache)) > self.threshold) & can_end
+            return torch.zeros_like(ids, dtype=torch.bool)
+        ends = entropies(self(ids, mask, positions, cache)) > self.threshold
+        ends[:, free:] = False
+        return ends
 
 
 def entropies(logits: Tensor) -> Tensor:

@@ -5,15 +5,10 @@ and drafters read its states.  One pass of every member verifies a draft; each h
 to the accepted text.  Members with the same vocabulary read the same ids; one with another tokenizer reads the text in
 its own tokens, see `alignment`.
 
-With positions "all" p is the mean wherever some member has a distribution.  With "disputed", as in SAFE, p is the first
-member's own, except where all members have one, their likeliest tokens differ, and the first's has at most half of the
-mean.  Elsewhere that token is the mean's likeliest too, so greedy texts are those of the mean at every position that
-all tokenizers share.  Either p depends on the text before it alone, so drafts change nothing.
-`sharpen` is SAFE's: where no token has more than half of the mean, what a member with another tokenizer gives to the
-piece that it begins the first member's likeliest token with counts for that token.
+`averaging` says where members are averaged.  Either way p depends only on the text before it, so drafts change nothing.
 
-Differs from the paper: the conditions are ours, not its words.  SAFE drafts with a member, which is not asked again;
-here any drafter drafts, and all members verify.
+Differs from the paper: SAFE drafts with a member, which does not verify its own draft; here any drafter drafts, and all
+members verify.
 
 Temperature, penalties and bans apply to the logarithm of the mean, as to any target's logits.  So p at temperature T is
 the mean to the power of 1 / T, normalised, not the mean of the members' distributions at T.
@@ -23,12 +18,10 @@ B live slots, R rows of a pass (anchor and drafted nodes), V vocabulary.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal, Never
 
 import torch
@@ -39,51 +32,15 @@ from outrider.decoding.protocols import Probe
 from outrider.decoding.state import Scores
 from outrider.errors import ConfigError, TargetError
 from outrider.fast.passes.compiled import CompiledStep
-from outrider.lab.alignment import AlignedCache, AlignedMember, Opinion, SharedMember
+from outrider.lab.alignment import AlignedCache, AlignedMember, SharedMember
+from outrider.lab.averaging import Average, Shares
 from outrider.lab.ensemble_folder import Description, described
-from outrider.sampling.distribution import wide
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
 from outrider.targets.cache.slots import SlotCache
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.protocol import TargetSpec
 from outrider.targets.text.generation import greedy_sampling
-
-ENSEMBLED, DISAGREED, CHANGED, UNDECIDED = 1, 2, 4, 8
-"""Bits by which a row of a pass is counted in `Shares`."""
-
-
-@dataclass(eq=False)
-class Shares:
-    """Counts of committed positions: where members were ensembled, and where it mattered."""
-
-    positions: int = 0
-    ensembled: int = 0
-    """Members were averaged; elsewhere p is the first member's."""
-    disagreed: int = 0
-    """Not all members that have a distribution have the same likeliest token."""
-    changed: int = 0
-    """The likeliest token of the mean is not the first member's."""
-    undecided: int = 0
-    """They disagreed and were averaged, and no token has more than half of the mean."""
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def add(self, codes: Sequence[int]) -> None:
-        """Count positions by their bits."""
-        with self._lock:  # several threads may decode with one target
-            self.positions += len(codes)
-            self.ensembled += sum(bool(code & ENSEMBLED) for code in codes)
-            self.disagreed += sum(bool(code & DISAGREED) for code in codes)
-            self.changed += sum(bool(code & CHANGED) for code in codes)
-            self.undecided += sum(bool(code & UNDECIDED) for code in codes)
-
-    def __str__(self) -> str:
-        every = max(1, self.positions)
-        return (
-            f"{self.positions:,} positions, {self.ensembled / every:.1%} ensembled, {self.disagreed / every:.1%} with "
-            f"another likeliest token in some member ({self.undecided / every:.1%} with none above half of the mean), "
-            f"{self.changed / every:.1%} where the mean's is not the first member's"
-        )
 
 
 class EnsembleCache:
@@ -153,10 +110,10 @@ class EnsembleTarget:
                 )
         weighed = zip(others, self.weights[1:], strict=True)
         self._others = [(_member(member, first), weight) for member, weight in weighed if weight > 0]
-        self.is_selective, self.sharpen = positions == "disputed", sharpen
+        self.average = Average(self.weights[0], self._others, positions == "disputed", sharpen)
         self.shares = Shares()
         """Counts over all texts so far."""
-        rule = (positions, sharpen) if self.is_selective or sharpen else ()
+        rule = (positions, sharpen) if self.average.is_selective or sharpen else ()
         self.spec = _spec(self.members, self.weights, [other for other, _ in self._others], rule)
         self.device, self.tokenizer, self.mask_token = first.device, first.tokenizer, first.mask_token
         self._ends: frozenset[int] | None = None
@@ -181,8 +138,7 @@ class EnsembleTarget:
         opinions = [other.prefill(part, rows, tokens, lengths, likeliest) for (other, _), part in parts]
         if not opinions:
             return scores
-        logits, _ = self._mixed(scores.logits, likeliest, opinions)
-        return scores._replace(logits=logits, choice=None)
+        return scores._replace(logits=self.average.of(scores.logits, likeliest, opinions).log_p, choice=None)
 
     @torch.inference_mode()
     def verify(
@@ -200,61 +156,9 @@ class EnsembleTarget:
         likeliest = scores.logits.argmax(-1)
         parts = zip(self._others, cache.parts[1:], strict=True)
         opinions = [other.verify(part, rows, anchor, draft, likeliest) for (other, _), part in parts]
-        logits, is_ensembled = self._mixed(scores.logits, likeliest, opinions)
-        cache.count(_codes(likeliest, logits, opinions, is_ensembled))
-        return scores._replace(logits=logits, choice=None)
-
-    def _mixed(self, logits: Tensor, likeliest: Tensor, opinions: Sequence[Opinion | None]) -> tuple[Tensor, Tensor]:
-        """Log p [B, R, V], and whether members were averaged [B, R]."""
-        log_p = wide(logits).log_softmax(-1)
-        speaks = [_speaks(opinion, likeliest) for opinion in opinions]
-        if not self.is_selective:
-            is_ensembled = functools.reduce(torch.logical_or, speaks)
-            log_p = self._mean(log_p, opinions)
-            return self._sharpened(log_p, likeliest, opinions) if self.sharpen else log_p, is_ensembled
-        is_ensembled = functools.reduce(torch.logical_and, speaks)
-        if bool(is_ensembled.any()):
-            is_ensembled = is_ensembled & self._disputed(log_p, likeliest, opinions)
-        if bool(is_ensembled.any()):
-            here = [opinion and opinion.at(is_ensembled) for opinion in opinions]
-            mean, first = self._mean(log_p[is_ensembled], here), likeliest[is_ensembled]
-            log_p[is_ensembled] = self._sharpened(mean, first, here) if self.sharpen else mean
-        return log_p, is_ensembled
-
-    def _disputed(self, first_log_p: Tensor, likeliest: Tensor, opinions: Sequence[Opinion | None]) -> Tensor:
-        """[B, R], whether members differ and the first's likeliest token has at most half of the mean."""
-        at = likeliest[..., None]
-        first, differ = first_log_p.gather(-1, at)[..., 0].exp(), torch.zeros_like(likeliest, dtype=torch.bool)
-        mean = self.weights[0] * first
-        for opinion, (_, weight) in zip(opinions, self._others, strict=True):
-            if opinion is not None:
-                differ |= opinion.log_p.argmax(-1) != likeliest
-                rest = 0.0 if opinion.rest is None else opinion.rest
-                mean += weight * (opinion.log_p.gather(-1, at)[..., 0].exp() + rest * first)
-        return differ & (mean <= 0.5)
-
-    def _sharpened(self, log_p: Tensor, likeliest: Tensor, opinions: Sequence[Opinion | None]) -> Tensor:
-        """Where the mean [..., V] is flat, the first member's likeliest token has what others give to its beginning."""
-        p, is_flat, at = log_p.exp(), log_p.max(-1).values <= math.log(0.5), likeliest[..., None]
-        for opinion, (member, weight) in zip(opinions, self._others, strict=True):
-            if opinion is not None and isinstance(member, AlignedMember):
-                beginning = member.beginnings[likeliest][..., None]
-                moved = weight * opinion.log_p.gather(-1, beginning.clamp(min=0)).exp()
-                moved = moved.where(is_flat[..., None] & (beginning >= 0), 0.0)
-                p = p.scatter_add(-1, at, moved).scatter_add(-1, beginning.clamp(min=0), -moved)
-        return torch.where(is_flat[..., None], p.clamp(min=0).log(), log_p)
-
-    def _mean(self, first_log_p: Tensor, opinions: Sequence[Opinion | None]) -> Tensor:
-        """The logarithm of the weighted mean, [..., V]; what a member does not say is the first member's."""
-        first, weighed = first_log_p.new_full(first_log_p.shape[:-1], self.weights[0]), []
-        for opinion, (_, weight) in zip(opinions, self._others, strict=True):
-            if opinion is None:
-                first += weight
-                continue
-            weighed.append(opinion.log_p + math.log(weight))
-            if opinion.rest is not None:
-                first += weight * opinion.rest
-        return functools.reduce(torch.logaddexp, weighed, first_log_p + first.log()[..., None])
+        averaged = self.average.of(scores.logits, likeliest, opinions)
+        cache.count(averaged.codes(likeliest))
+        return scores._replace(logits=averaged.log_p, choice=None)
 
     # ── what drafters and requests ask besides ────────────────────────────────────────────────────────────────────────
 
@@ -342,29 +246,6 @@ class EnsembleTarget:
 
 
 # ── parts ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _speaks(opinion: Opinion | None, likeliest: Tensor) -> Tensor:
-    """[B, R], whether a member has a distribution."""
-    if opinion is None:
-        return torch.zeros_like(likeliest, dtype=torch.bool)
-    return opinion.log_p.amax(-1) > -torch.inf
-
-
-def _codes(
-    likeliest: Tensor, logits: Tensor, opinions: Sequence[Opinion | None], is_ensembled: Tensor
-) -> Tensor:  # fmt: skip
-    """[B, R] int64, the bits of `Shares`."""
-    is_split = torch.zeros_like(is_ensembled)
-    for opinion in opinions:
-        if opinion is not None:
-            is_split |= _speaks(opinion, likeliest) & (opinion.log_p.argmax(-1) != likeliest)
-    best, choice = logits.max(-1)
-    bits = {
-        ENSEMBLED: is_ensembled, DISAGREED: is_split, CHANGED: choice != likeliest,
-        UNDECIDED: is_split & is_ensembled & (best <= math.log(0.5)),
-    }  # fmt: skip
-    return sum((bit * flags for bit, flags in bits.items()), torch.zeros_like(likeliest))
 
 
 def _shares_of(weights: Sequence[float] | None, members: int) -> tuple[float, ...]:

@@ -51,8 +51,7 @@ class BackboneConfig(LayerConfig):
     block: Block = 7
     anchor_predicts: bool = True
     """The anchor's slot predicts the first token and masks predict the next ones; no: each mask predicts its own
-    position.
-    """
+    position."""
     siblings: tuple[NonNegativeInt, ...] = ()
     """Number of next best tokens that are also verified at slot 0, 1, … of a greedy request's block, as leaves of a
     tree."""
@@ -66,8 +65,7 @@ class BackboneConfig(LayerConfig):
     """Maximum number of blocks trained per text and step."""
     vocabulary: PositiveInt | None = None
     """Number of tokens it can draft: the most frequent ones in the training data, with the target's own head over them;
-    by default all.  With a large vocabulary, the head takes most of the time of a draft and of a training step.
-    """
+    by default all.  With a large vocabulary, the head takes most of the time of a draft and of a training step."""
     decay: Decay = 4.0
     prefixes: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the blocks, 0 to 1, that are trained with their first n tokens given, with n sampled in proportion to

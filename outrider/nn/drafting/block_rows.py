@@ -92,8 +92,7 @@ def sample_prefix_lengths(batch: Batch, blocks: int, share: float, block: int) -
 
 def prefix_tokens(tokens: Tensor, at: Tensor, lengths: Tensor, width: int) -> Tensor:
     """The first lengths[b, a] tokens after positions `at` [B, A] of texts [B, S], in the slots of a block that would
-    otherwise hold masks: [B, A, width], -1 in the others.
-    """
+    otherwise hold masks: [B, A, width], -1 in the others."""
     order = torch.arange(width, device=at.device)
     positions = (at[..., None] + order).clamp(max=tokens.shape[1] - 1)
     following = tokens.gather(1, positions.flatten(1)).view(positions.shape)

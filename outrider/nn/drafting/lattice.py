@@ -65,8 +65,7 @@ class Lattice(NamedTuple):
 
     def after(self, row: int, parents: Tensor) -> Tensor:
         """Scores [B, W, k] of a row's candidates after candidates [B, W] of the previous row; row 0 follows the
-        anchor.
-        """
+        anchor."""
         if not row:
             return self.first[:, None].expand(-1, parents.shape[1], -1)
         return self.pairs[:, row - 1].gather(1, parents[..., None].expand(-1, -1, self.ids.shape[2]))

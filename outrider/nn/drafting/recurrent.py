@@ -55,8 +55,7 @@ class RecurrentConfig(LayerConfig):
     """Tokens drafted per step; levels of a tree."""
     width: PositiveInt = 1
     """Maximum number of children of a node; above 1 the draft is a tree, of the likeliest paths at temperature 0 or of
-    drawn
-    siblings."""
+    drawn siblings."""
     nodes: PositiveInt = 16
     """Number of nodes of a tree; a chain has `length`."""
     replacement: bool = False
@@ -67,8 +66,7 @@ class RecurrentConfig(LayerConfig):
     """Weight of a step in training relative to the previous step: step s has weight decay ** s."""
     anchors: PositiveInt | None = None
     """Maximum number of rollouts trained per text and step; by default all.  Fewer rollouts save time in the head,
-    which is most of a step's work.
-    """
+    which is most of a step's work."""
 
 
 class RecurrentModel(DraftModel):

@@ -87,8 +87,7 @@ def tree(
     parents: Sequence[int], replacement: bool = False,
 ) -> Draft:  # fmt: skip
     """The likeliest paths at temperature 0, otherwise the shape `parents` with sampled nodes.  first [B, V], logits
-    after the
-    anchor."""
+    after the anchor."""
 
     def possible(tree: Draft, new: int) -> Tensor:
         return masked(expand(tree, new), tree, state)

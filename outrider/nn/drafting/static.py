@@ -33,8 +33,7 @@ class Unread(StaticDrafter):
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
         """Take over these slots' unread features; if there are many, as after a long text without drafts, all but the
-        last are read first.
-        """
+        last are read first."""
         self.drafter.catch_up(self.memory, rows, state)
         for row in rows:
             self.start[row] = self.memory.features.read[row]

@@ -30,8 +30,7 @@ class StaticRecurrent(Unread):
 
     def __init__(self, drafter: Any, memory: Any, length: int, most: int, read: int):
         """drafter, memory: as in `recurrent`.  length: drafted levels; most: maximum number of unread pairs of a slot;
-        read: drafted tokens whose keys are stored.
-        """
+        read: drafted tokens whose keys are stored."""
         super().__init__(drafter, memory, most)
         model = drafter.model
         self.model, self.length, kv_cache = model, length, memory.kv_cache

@@ -154,8 +154,7 @@ def drafter_of(subject: Subject, name: str, target: TransformersTarget, draft_mo
 
 def encode(target: TransformersTarget, questions: Sequence[Question]) -> tuple[list[Encoded], int]:
     """Questions as token ids, truncated at the front to leave room for an answer, and the number that the target
-    refuses.
-    """
+    refuses."""
     reads: list[Encoded] = []
     refused, cuts = 0, Cuts()
     has_template = getattr(target.tokenizer, "chat_template", None) is not None

@@ -65,8 +65,7 @@ def _at_depth(cells: Mapping[Key, Cell], slots: int, depth: int, context: int) -
 
 def _line(points: Sequence[tuple[int, Cell]], at: float, extrapolates: bool = False) -> Cell:
     """Interpolate between points; below them take the first, above them extrapolate the last segment, which never
-    falls.
-    """
+    falls."""
     positions = [position for position, _ in points]
     right = min(bisect_left(positions, at), len(positions) - 1)
     left = max(0, right - 1)

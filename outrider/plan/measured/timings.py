@@ -57,8 +57,7 @@ ROUNDS = 3
 """Rounds over everything, so that load from other programs slows all sizes alike; fewer if time is short."""
 SPREAD = 0.25
 """Standard deviation / mean of the lengths of a batch's texts.  Served texts have unequal lengths, and equal lengths
-would be faster.
-"""
+would be faster."""
 CHAINS = "random chains"
 """The drafter whose steps measure verification, independent of the method."""
 GRAIN = 32
@@ -229,10 +228,8 @@ def measure(
     lacking = lambda share, work, rounds: allowance.lacks(work.seconds(times.prompt_s, rounds), size_of(work), share)
     work_by_batch, largest = [work_for(slots) for slots in sorted(batches)], 0
     if seconds := sum(work.seconds(times.prompt_s, ROUNDS) for work in work_by_batch):
-        say(
-            f"measuring takes about {seconds:.0f} s and {max(map(size_of, work_by_batch)) / 1e9:.2g} GB"
-            f"{allowance.says()}"
-        )
+        gigabytes = max(map(size_of, work_by_batch)) / 1e9
+        say(f"measuring takes about {seconds:.0f} s and {gigabytes:.2g} GB{allowance.says()}")
     for left, requested in zip(range(len(work_by_batch), 0, -1), work_by_batch, strict=True):
         lacks = functools.partial(lacking, 1 / left)
         why = lacks(requested, 1)
@@ -243,10 +240,8 @@ def measure(
         if rounds:
             largest = work.slots
             if expected := work.seconds(times.prompt_s, rounds):
-                names = ["plain", *work.names] if work.names else []
-                say(
-                    f"timing {work.slots} concurrent texts: {', '.join([*names, f'passes of {len(work.sizes)} sizes'])}"
-                )
+                parts = [*(["plain", *work.names] if work.names else []), f"passes of {len(work.sizes)} sizes"]
+                say(f"timing {work.slots} concurrent texts: {', '.join(parts)}")
                 allowance.spend(expected, functools.partial(_time, times, target, work, keys, load, rounds))
     return times
 
@@ -255,8 +250,7 @@ def _affordable(
     slots: int, above: int, missing: Callable[[int], Work], lacks: Callable[[Work, int], str]
 ) -> tuple[Work, int] | None:
     """Work for this batch size, or for a quarter of it and so on (but above `above`), and the number of rounds; None if
-    nothing fits.
-    """
+    nothing fits."""
     while slots > above:
         work = missing(slots)
         rounds = next((rounds for rounds in range(ROUNDS, 0, -1) if not lacks(work, rounds)), 0)
@@ -266,9 +260,7 @@ def _affordable(
     return None
 
 
-def _missing(
-    times: Timings, keys: Mapping[str, str], slots: int, depths: Sequence[int], context: int
-) -> Work:  # fmt: skip
+def _missing(times: Timings, keys: Mapping[str, str], slots: int, depths: Sequence[int], context: int) -> Work:
     is_timed = lambda name: all((slots, depth, context) in times.drafts.get(keys[name], {}) for depth in depths)
     sizes = [(slots, rows) for rows in ROWS if slots * rows <= max(MOST_ROWS, slots)]
     sizes = [size for size in sizes if (*size, context) not in times.passes]
@@ -319,9 +311,8 @@ def _add(
             own_depths = [depth for depth in depths if depth <= drafter.limit] or [drafter.limit]
             state = batch(target, slots, ends=frozenset())
             undrafted = steps(target, None, batch(target, slots, ends=frozenset()), own_depths, context)
-            for (_, one), (depth, other) in zip(
-                undrafted, steps(target, drafter, state, own_depths, context), strict=False
-            ):
+            pairs = zip(undrafted, steps(target, drafter, state, own_depths, context), strict=False)
+            for (_, one), (depth, other) in pairs:
                 plain.append(one)
                 drafted.setdefault((key, depth), []).append(other.scaled(1 / one.seconds))
             times.prompts[key] = state.read_s / state.read_tokens if state.read_tokens else 0.0

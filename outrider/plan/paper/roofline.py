@@ -14,12 +14,10 @@ from outrider.plan.paper.hardware import Place
 Bound = Literal["memory", "compute", "launch"]
 FEW_ROWS = 32
 """Maximum number of rows of a pass, over all texts, for which matrix products and attention have special kernels
-(`outrider.kernels.gpu.FEW`); above it, torch's are used.
-"""
+(`outrider.kernels.gpu.FEW`); above it, torch's are used."""
 MATRIX_TEXTS = 4
 """Maximum number of texts whose attention over several rows is two matrix products
-(`targets.hf.gpu_attention.FEW_HEADS`, divided by
-the usual eight heads of keys)."""
+(`targets.hf.gpu_attention.FEW_HEADS`, divided by the usual eight heads of keys)."""
 OVERLAP = 3.5
 """Exponent with which the times of reading and computing combine; infinity would mean that they overlap completely."""
 

@@ -81,8 +81,7 @@ ENDS = ("token_embd.weight", "output.weight")
 
 def in_blocks(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """A `quantization_config` for a GGUF file: mean bytes of a weight, for the layers and for the embedding and output
-    layer.  tensors: by
-    name, each with `shape` and `size`."""
+    layer.  tensors: by name, each with `shape` and `size`."""
     matrices = {name: info for name, info in tensors.items() if len(info.shape) > 1}
     config: dict[str, Any] = {"quant_method": GGUF}
     for part, names in (("layers", matrices.keys() - set(ENDS)), ("ends", matrices.keys() & set(ENDS))):

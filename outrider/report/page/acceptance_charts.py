@@ -45,8 +45,7 @@ Cells = list[tuple[float | None, str, str]]
 
 def crowds(report: Report) -> dict[str, list[tuple[Row, Cells]]]:
     """Figures drawn as one table if more than CROWD rows have them: cells (value, text, tip) by row; otherwise
-    empty.
-    """
+    empty."""
     gaps = [
         (row, [None if gap is None else -gap for gap in _gaps(row)]) for row in report.rows if row.predicted_by_depth
     ]

@@ -1,9 +1,9 @@
 """Bars, lines and rows of marks: data and layout; `charts.html` draws them, `heat.html` draws tables.
 
 plotly, the usual choice, would add 4 MB of script that does not print to every report; these shapes take 20 kB, are
-static, and include their numbers as text and tooltips.  A colour is a number from 0, in the order of the drafters; None
-is the grey of the target alone.  The style sheet maps both to values, so light, dark and print share one drawing.  A
-value of None is "not measured", never 0.
+static, and include their numbers as text and tooltips.
+A colour is a number from 0, in the order of the drafters; None is the grey of the target alone.  The style sheet maps
+both to values, so light, dark and print share one drawing.  A value of None is "not measured", never 0.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def build(
 
     sources: names and sizes in bytes of the source files, consumed after the documents.  on_stage is called with
     (`sort`, tokens) and (`write`, tokens).  Needs about 10 bytes of memory per token for vocabularies up to 2**16,
-    otherwise 15.  The old corpus stays in place until the new one is complete and on disk.  Raises DataError if no
-    document has text, for an invalid id, and for a full disk.
+    otherwise 15.  The old corpus stays in place until the new one is complete and on disk.
+    Raises DataError if no document has text, for an invalid id, and for a full disk.
     """
     divsufsort = _sorter()
     with _part_folder(folder) as part:

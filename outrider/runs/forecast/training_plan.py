@@ -103,8 +103,7 @@ def fitting(
     model: DraftModel, config: Config, answers: Sequence[Answer], width: int, free_bytes: int
 ) -> tuple[Costs, Config]:  # fmt: skip
     """Like `costs`, with the measured settings: `recompute` is set if `config.tokens` or a batch does not fit
-    otherwise.
-    """
+    otherwise."""
     measured, rows = costs(model, config, answers, width), math.ceil((config.tokens or config.batch * width) / width)
     fits = measured.peak_bytes(max(1, rows)) <= (1 - LEFT_FREE) * free_bytes
     if fits or config.recompute or not recompute(model, False):
@@ -152,8 +151,7 @@ def random_batch(model: DraftModel, answers: Sequence[Answer], width: int, rows:
 
 def spread(answers: Sequence[Answer], count: int) -> list[Answer]:
     """A sample of answers, evenly spaced by the number of tokens trained on: a batch is padded to its longest row, so
-    the first answers could be misleading.
-    """
+    the first answers could be misleading."""
     ordered = sorted(answers, key=lambda answer: sum(end - start for start, end in answer.learn))
     return [ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count)]
 

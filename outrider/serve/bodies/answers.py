@@ -71,8 +71,7 @@ class Answer:
         calls: Callable[[], CallParser | None] = lambda: None,
     ):  # fmt: skip
         """text_of: the text of a token; "" for a special one.  calls: a new parser of the tool calls in a choice; None
-        if the choice is text.
-        """
+        if the choice is text."""
         self.body, self.model, self.texts, self.text_of = body, model, texts, text_of
         self.is_chat = isinstance(body, ChatRequest)
         self.id = ("chatcmpl-" if self.is_chat else "cmpl-") + uuid4().hex

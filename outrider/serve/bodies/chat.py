@@ -60,8 +60,7 @@ def tokens_of(
 
 def calls_of(body: ChatRequest, tokenizer: Any) -> CallParser | None:
     """The parser of the tool calls in an answer; None for an answer that is text.  Raises Refusal for a choice that
-    matches no tool.
-    """
+    matches no tool."""
     tools, choice = offered_tools(body), body.tool_choice
     is_forced = isinstance(choice, NamedTool) or choice == "required"
     if isinstance(choice, NamedTool):

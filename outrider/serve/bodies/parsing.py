@@ -55,8 +55,7 @@ REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "max_tool_calls": ((), "the only tools are functions, which you call yourself; leave it out"),
 }  # fmt: skip
 """Unsupported fields of other servers: the values that are accepted because they have no effect (besides null), and
-what to use instead.
-"""
+what to use instead."""
 
 MOST_PARTS = 40_000
 """Maximum number of lists, objects and keys of objects in a body."""
@@ -101,8 +100,7 @@ def read(text: bytes, what: str = "the body") -> Any:
 
 def _has_few_values(text: bytes) -> bool:
     """Whether a body has at most MOST_PARTS and MOST_VALUES, without parsing it; punctuation inside strings doesn't
-    count.
-    """
+    count."""
     if sum(map(text.count, MARKS)) <= MOST_PARTS and text.count(b",") <= MOST_VALUES:
         return True
     parts = values = 0

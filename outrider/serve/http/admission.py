@@ -32,8 +32,7 @@ LOCAL = {"localhost", "ip6-localhost"}
 
 class Admission:
     """Admits requests to an app; `scope["state"]` has their `owner` and when they `arrived`, in seconds of
-    `time.monotonic`.
-    """
+    `time.monotonic`."""
 
     def __init__(self, app: App, config: Config, keys: KeyRing | None, telemetry: Telemetry):
         self.app, self.config, self.keys, self.telemetry = app, config, keys, telemetry

@@ -14,8 +14,7 @@ from torch import Tensor
 
 class AttentionLimit(NamedTuple):
     """How far back a layer attends: to the last `size` positions, including the query's own, or within chunks of `size`
-    positions.
-    """
+    positions."""
 
     kind: Literal["window", "chunk"]
     size: int
@@ -117,8 +116,7 @@ class TracedCache:
 
 class TextCache:
     """The cache of a pass over texts and of a second pass over rows after them: nothing is written in place, so the
-    second pass has a gradient.
-    """
+    second pass has a gradient."""
 
     is_compileable = False
 

@@ -44,8 +44,7 @@ class Capacity(NamedTuple):
     """Maximum number of tokens of one text, prompt and answer."""
     tokens: int | None = None
     """Maximum number of tokens of all texts together, drafted ones included; None if every slot can hold its longest
-    text.
-    """
+    text."""
 
 
 def capacity(target: Target, slots: int, length: int | None, budget_bytes: int | None, more: int = 0) -> Capacity:

@@ -81,8 +81,7 @@ class OwnCache:
 
     def cut(self, row: int, length: int) -> None:
         """Forget all tokens of a slot after the first `length`; here, the whole slot is forgotten and must be
-        reread.
-        """
+        reread."""
         if length < self.lengths[row]:
             self.free([row])
 

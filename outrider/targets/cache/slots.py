@@ -26,8 +26,7 @@ from outrider.targets.cache.states import RecurrentStates, StateCalls
 
 STEP_WIDTH = 64
 """Maximum number of tokens per row of a step; wider passes read prompts.  Steps share one mask, and successive steps
-have the same
-slots, so these are moved together once instead of being copied in every step."""
+have the same slots, so these are moved together once instead of being copied in every step."""
 VIEWS = 64
 """Number of slot spans whose views are stored; after that, all are dropped."""
 COLUMNS = 256
@@ -45,8 +44,7 @@ class SlotCache(StateCalls):
 
     def __init__(self, slots: int, length: int, device: torch.device | str = "cpu", layers: int = 1, undo: int = 0):
         """layers: how many are likely to store keys and values of the same shape.  undo: tokens of a slot that `cut`
-        can
-        take back without loss if layers are recurrent; each costs a copy of the slot's states."""
+        can take back without loss if layers are recurrent; each costs a copy of the slot's states."""
         self.stacked, self.undo = layers, undo
         self.slots = slots
         self.length = length
@@ -206,9 +204,7 @@ class SlotCache(StateCalls):
         return self._write(self._indexers[layer_idx], keys)[:, 0]
 
     def cached(self, layer: int, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer for these slots, read-only: [R, h, n, d], where n is the length of the longest
-        one.
-        """
+        """Keys and values of a layer for these slots, read-only: [R, h, n, d], with n the longest one's length."""
         longest = max(self.lengths[row] for row in rows)
         indices = [self.buffer_rows[row] for row in rows]
         keys, values = (buffer[span(indices) or indices][:, :, :longest] for buffer in self._layers[layer])
@@ -228,7 +224,7 @@ class SlotCache(StateCalls):
         """Additive mask [R or 1, 1, Q, end] of the open pass.
 
         tree_mask [R or 1, Q, n] bool: which of the pass's own tokens each query attends to; None is causal order, Q =
-        n. Every query attends to everything in its slot before the pass.
+        n.  Every query attends to everything in its slot before the pass.
         """
         return additive(self._bool_mask(tree_mask), dtype)
 
@@ -248,8 +244,7 @@ class SlotCache(StateCalls):
 
     def _chain_mask(self, dtype: torch.dtype, limit: AttentionLimit | None) -> Tensor:
         """The mask of a chain whose rows all start at the same length.  Steps use slices of one mask that covers all
-        widths and lengths; chunks of prompts get their own.
-        """
+        widths and lengths; chunks of prompts get their own."""
         width, start = self.width, self._starts[0]
         if width > STEP_WIDTH:
             return self._new_chain_mask(start, width, dtype, limit)
@@ -347,8 +342,7 @@ class SlotCache(StateCalls):
     @property
     def stores_columns_alone(self) -> bool:
         """Whether texts with equal prefixes have equal columns and nothing else is stored for a text; known after the
-        first pass.
-        """
+        first pass."""
         return not (self.states.stored or self.states.work or any(self.texts))
 
     @torch.inference_mode()

@@ -32,8 +32,7 @@ FUSED = {name: path for name, path in LAYER.items() if name not in ("attn_q", "a
 }  # fmt: skip
 LARGEST_GEMMAS = {"gemma2": 46, "gemma3": 62}
 """For each architecture, the number of layers of the one model that scales its scores by hidden size / heads, not by
-head_dim.
-"""
+head_dim."""
 WINDOW = "attention.sliding_window"
 LOCAL_BASE = 10_000.0
 """Rotary base in Gemma 3's windows."""

@@ -1,6 +1,5 @@
 """Finds the GGUF files that a name refers to: a file, the parts of a split one, a folder with one model, or a file on
-the hub.
-"""
+the hub."""
 
 from __future__ import annotations
 

@@ -74,8 +74,7 @@ class GgufFiles:
 
     def in_order(self, names: Sequence[str], stack: ExitStack) -> list[tuple[str, Info, BinaryIO]]:
         """All tensors with their open files: the small vectors first, then matrices in the order of these names without
-        suffix, so that matrices multiplied together are adjacent in memory.
-        """
+        suffix, so that matrices multiplied together are adjacent in memory."""
         files = {path: stack.enter_context(reader.opened(path)) for path in self.paths}
         rank = {name: i for i, name in enumerate(names)}
         order = sorted(self.tensors, key=lambda name: (len(self.tensors[name].shape), rank.get(stem_of(name), -1)))
@@ -120,8 +119,7 @@ def _refusing() -> Iterator[None]:
 
 def build(parts: GgufFiles, activations: Activations = "float32") -> PreTrainedModel:
     """The model.  Raises Refused if it is not supported, Damaged for a file that is truncated in the meantime;
-    OSError.
-    """
+    OSError."""
     config, arch = config_of(parts), architectures.architecture(Keys(parts.keys))
     model: Any = _without_values(config)
     names = arch.names(config.num_hidden_layers)

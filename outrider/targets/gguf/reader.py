@@ -32,8 +32,7 @@ MOST_DIMENSIONS = 4
 MOST_KEYS, MOST_TENSORS = 2**16, 2**17
 MOST_VALUES = 2**23
 """Maximum number of values of all keys together, enough for several vocabularies.  In memory, a list takes many times
-as many bytes as in the file.
-"""
+as many bytes as in the file."""
 MOST_TEXT = 2**24
 """Maximum bytes of one text, such as a chat template."""
 SHOWN = 80

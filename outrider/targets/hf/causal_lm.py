@@ -136,8 +136,7 @@ def learn_passes(lm: Any, name: str) -> tuple[Callable[[Tensor], Tensor], bool]:
 @contextmanager
 def keeping_computed(model: nn.Module) -> Iterator[None]:
     """Within this context, computed buffers such as rotary frequencies move between devices with their module but keep
-    their dtype.
-    """
+    their dtype."""
     computed = [(module, name) for module in model.modules() for name in module._non_persistent_buffers_set]
     before = [module._buffers[name] for module, name in computed]
     yield

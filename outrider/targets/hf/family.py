@@ -38,8 +38,7 @@ class Family:
 
     masks: Masks
     """A mask for every kind of layer, one for all, or none; with none, rows are read one by one and the family masks
-    them itself.
-    """
+    them itself."""
     limits: Mapping[str, AttentionLimit | None]
     """Kinds of attention among its layers, and how far they attend."""
     cache: str
@@ -49,8 +48,7 @@ class Family:
     rotary: Rotary | None = None
     """Set if rotary factors depend on the length of a text."""
     one_by_one: bool = False
-    """Whether rows of different lengths are read one by one, because the family counts columns of the longest
-    for all.
+    """Whether rows of different lengths are read one by one, because the family counts columns of the longest for all.
     """
     past: str | None = None
     """Name of the argument that takes the family's own kind of cache, if slots can't hold what it stores."""

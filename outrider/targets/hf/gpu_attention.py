@@ -25,8 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 FEW = 64
 """Maximum number of tokens per row; longer passes are prompts, whose attention is limited by computation, not by
-reading.
-"""
+reading."""
 FEW_HEADS = 32
 """Key heads in a pass, R * h / g, up to which two matmuls are faster than one kernel, which then has too few blocks to
 read a long cache at memory speed."""

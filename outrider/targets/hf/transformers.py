@@ -222,8 +222,7 @@ class TransformersTarget(Passes):
 
     def layer(self, index: int) -> nn.Module:
         """Decoder layer `index`, counted from 0; its weights are read-only.  A copy, if they are quantised or not
-        complete in this process.
-        """
+        complete in this process."""
         return quantised.plain(spread.copied(self._decoder_layers[index]))
 
     def allocate(self, slots: int, length: int, undo: int = 0) -> Any:

@@ -64,8 +64,7 @@ def copied(module: nn.Module) -> nn.Module:
 
 def device_of(model: Any, name: str) -> torch.device:
     """The devices on which a model's passes begin and end.  Raises TargetError if the embedding is on no device, or if
-    the head is
-    tied to it but placed elsewhere."""
+    the head is tied to it but placed elsewhere."""
     device = next(iter(model.parameters())).device
     if device.type == "meta":
         raise TargetError(

@@ -25,8 +25,7 @@ Span = tuple[int, int]
 BARS = re.compile(r"<[|｜].*[|｜]>")
 OWN = ("assistant", "system", "developer")
 """Roles whose texts may contain those template marks that are not special tokens, such as <think>: the model generates
-them, and system prompts explain them.
-"""
+them, and system prompts explain them."""
 
 
 def chat_tokens(
@@ -115,8 +114,7 @@ def chat_with_answers(
     variables: Mapping[str, Any],
 ) -> Encoded:  # fmt: skip
     """A whole chat with these spans if the template marks what the assistant generates; otherwise like
-    `chat_tokens`.
-    """
+    `chat_tokens`."""
     placeholders = Placeholders(tokenizer)
     hidden = [placeholders.message(message) for message in messages]
     tools = [placeholders.plain(tool) for tool in tools]

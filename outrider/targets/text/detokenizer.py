@@ -31,8 +31,7 @@ and similar."""
 
 def detokenizer(tokenizer: Any, vocabulary: int, skip_special_tokens: bool = True) -> Detokenizer:
     """The incremental decoder of this tokenizer.  vocabulary: number of ids that a model may emit, which can exceed the
-    tokenizer's.
-    """
+    tokenizer's."""
     decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return _unknown(tokenizer, Detokenizer(decode))

@@ -40,8 +40,7 @@ INSTEAD = "remove the key, or pass `sampling=`, which replaces all of generation
 
 def ends_of(model: PreTrainedModel) -> frozenset[int]:
     """The ids at which `model.generate` ends a text: those of its current generation_config.  Raises TargetError for
-    anything other than ids.
-    """
+    anything other than ids."""
     config = model.generation_config
     ends = getattr(model.config, "eos_token_id", None) if config is None else config.eos_token_id
     try:

@@ -41,8 +41,7 @@ def listed(prompts: Any) -> list[Prompt]:
 
 def single(prompt: Any) -> Prompt:
     """One prompt, from any form, including an array, a tokenizer's output, or a single message.  Raises DataError for
-    anything
-    else."""
+    anything else."""
     plain = _plain(prompt)
     if isinstance(plain, str):
         return plain

@@ -91,8 +91,7 @@ class CallParser:
 
     def __init__(self, form: Form | None, names: Collection[str], *, is_forced: bool = False, most: int | None = None):
         """names: of the functions; a call that no mark precedes must name one.  is_forced: the answer is a single JSON
-        object.  most: calls beyond this number are dropped.
-        """
+        object.  most: calls beyond this number are dropped."""
         self.form, self.names, self.is_forced, self.most = form, names, is_forced, most
         self.count = 0
         """Calls so far."""

@@ -1,6 +1,5 @@
 """The output folder of a replay; neither the log nor, unless `over` is set, existing files are overwritten.  No
-torch.
-"""
+torch."""
 
 from __future__ import annotations
 

@@ -22,8 +22,7 @@ from outrider.traffic.replay.comparison import TextComparison
 
 Table = np.ndarray[Any, np.dtype[Any]]
 BLOCKS = 500
-"""Pairs are resampled in at most this many blocks of consecutive calls: a million individual draws would take
-an hour.
+"""Pairs are resampled in at most this many blocks of consecutive calls: a million individual draws would take an hour.
 """
 
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s")

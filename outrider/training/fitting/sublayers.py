@@ -47,8 +47,7 @@ class Found:
     """Drafting passes per step, including the one whose token falls below `min_confidence`."""
     plain_s: float
     """Seconds of a plain step; the next two are those of one drafting pass, and of a step that verifies drafts of this
-    length.
-    """
+    length."""
     draft_s: float
     verify_s: float
     drafts: int

@@ -18,8 +18,7 @@ STILL_S = 3.0
 """After a broken connection, a process without a heartbeat for this long is considered dead."""
 LOST_S = 120.0
 """A process without a heartbeat for this long is dead even if no connection broke, for example because its machine is
-gone; all others then exit.
-"""
+gone; all others then exit."""
 
 
 class Watch:

@@ -176,8 +176,7 @@ def _start(store: Any, rank: int, count: int) -> None:
 
 def _end(watch: Watch, error: BaseException) -> None:
     """Exit this process after an error: raises an error that names the dead process, or SystemExit if another process
-    has reported it.
-    """
+    has reported it."""
     lost: list[int] = []
     with suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends it as soon as one has died

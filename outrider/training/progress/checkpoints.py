@@ -52,8 +52,7 @@ def _learnt_by(training: Mapping[str, Any]) -> dict[str, Any]:
 
 def tokens_per_step(row: Mapping[str, Any]) -> float | None:
     """Tokens per step of a probe: expected over thousands of held-out positions if possible, otherwise decoded on a few
-    prompts.
-    """
+    prompts."""
     held_out = row.get("held_out")
     if held_out and held_out["agreement"]:
         shares = held_out["agreement"]

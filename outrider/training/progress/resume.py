@@ -159,8 +159,7 @@ def _note(facts: dict[str, Any], changed: list[Change], step: int) -> None:
 
 def joining(config: Config, folder: str | Path) -> str:
     """A message on how the learning rate continues if the existing training run had a different number of steps,
-    otherwise empty.
-    """
+    otherwise empty."""
     place = Path(folder) / "checkpoint"
     facts = checkpoint.manifest_of(place)["training"] if checkpoint.is_there(place) else {}
     before, step = (facts.get("config") or {}).get("steps"), facts.get("step", 0)

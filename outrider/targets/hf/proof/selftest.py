@@ -32,8 +32,7 @@ CHECKS: tuple[tuple[str, Mode | None], ...] = (
 """The checks in order, each with the mode of a model that has passed it; None means refused."""
 WRITTEN = 24
 """Number of tokens of `generate` that are compared: more than a window of the miniature, so that the prompt leaves the
-window.
-"""
+window."""
 
 
 class WrongText(TargetError):
@@ -51,8 +50,7 @@ class SelfTest:
     """Largest difference of a logit, by check."""
     allowed: float
     """Five times the difference between passes without a cache that have other lengths and numbers of rows, but at
-    least 16
-    rounding units of the dtype and 64 of float32."""
+    least 16 rounding units of the dtype and 64 of float32."""
 
 
 @torch.inference_mode()
@@ -195,8 +193,7 @@ class _Trial:
 
     def _allowed(self) -> float:
         """How much logits may differ.  Raises TargetError if the same text has different logits for reasons other than
-        rounding.
-        """
+        rounding."""
         texts = [text[: self.length + 4] for text in self.texts]
         with refusing(self.target.model):
             whole, again = self.whole(texts[0])[0], self.whole(texts[0])[0]
