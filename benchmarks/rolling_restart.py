@@ -86,7 +86,8 @@ class Server:
     def start(self) -> None:
         words = ("--target", "demo", "--drafter", "ngram", "--slots", "8", "--request-log", str(self.log))
         command = [sys.executable, "-m", "outrider", "serve", "--port", str(self.port), *words]
-        environment = os.environ | {"OUTRIDER_COMPILE": "off"}
+        # as docs/serve.md advises for servers that share processors
+        environment = os.environ | {"OUTRIDER_COMPILE": "off", "OMP_WAIT_POLICY": "PASSIVE"}
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment, cwd=ROOT)
 
     def await_ready(self) -> None:
