@@ -1,12 +1,13 @@
 """64 honest clients with four keys, with and without one hostile key that does its worst.
 
-    python benchmarks/flood.py [--target demo] [--minutes 10] [--turn 20] [--clients 64] [--slots 16] [--seed 0]
-                               [--out FILE]
+    python benchmarks/flood.py [--target demo] [--minutes 10] [--turn 60] [--clients 64] [--slots 16] [--seed 0]
+                               [--acts NAME,…] [--out FILE]
 
-A server with keys runs throughout, and so do the honest clients, each with a short prompt, a stream of a few tokens and
-a pause.  Turns with and without the hostile clients alternate.  The hostile ones have one key and send from the same
-address: requests for as many texts as the server allows; bodies of 4 MB that are parsed, rendered or encoded for as
-long as possible; endless heads, half-sent heads, idle sockets; and they leave answers unread.
+A server with keys runs throughout.  Turns with and without the hostile clients alternate; in each, the honest clients
+send short prompts and read streams of a few tokens, with pauses.  A turn ends when all of their requests have ended,
+and the next one begins when the server is idle again.  The hostile clients have one key and send from the same address:
+requests for as many texts as the server allows; bodies of 4 MB that are parsed, rendered or encoded for as long as
+possible; endless heads, half-sent heads, idle sockets; and they leave answers unread.  --acts chooses among these.
 
 Goals, for turns with them relative to turns without: p99 of the time to first token at most 1.5 times, resident memory
 at most 1.3 times, and no errors for honest clients.  Prints JSON; exits with 1 if one is missed.
@@ -30,10 +31,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 from benchmarks.batch_time import promise
@@ -43,8 +44,10 @@ from outrider.serve.http import keys
 
 KEYS = ("ann", "bob", "cleo", "dan")
 BODY_BYTES = (4 << 20) - 400
-MARGIN_S = 2.0
-"""Seconds at the beginning of a turn that are not counted, since they contain the end of the previous one."""
+MARGIN_S = 3.0
+"""Seconds at the beginning of a turn that are not counted: the load of all clients is not yet there."""
+IDLE_S = 120.0
+"""How long the requests of hostile clients that are gone may keep the server busy."""
 HOSTILE = 24
 """Number of threads of the hostile client."""
 
@@ -56,18 +59,17 @@ class Turns:
     first_s: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     errors: tuple[Counter[str], Counter[str]] = field(default_factory=lambda: (Counter(), Counter()))
     bytes: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
-    hostile: int = 0
-    began: float = 0.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="demo")
     parser.add_argument("--minutes", type=float, default=10, help="of turns with the hostile clients")
-    parser.add_argument("--turn", type=float, default=20, help="seconds of a turn")
+    parser.add_argument("--turn", type=float, default=60, help="seconds of a turn")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--acts", type=lambda text: text.split(","), help="of the hostile clients; all unless given")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     began = time.perf_counter()
@@ -108,44 +110,72 @@ def start(options: argparse.Namespace, folder: Path) -> tuple[subprocess.Popen[s
 async def measured(options: argparse.Namespace, pid: int, port: int, secrets: dict[str, str]) -> Turns:
     turns, draw = Turns(), random.Random(options.seed)
     fork = multiprocessing.get_context("fork")
-    attacks, over = fork.Event(), fork.Event()
-    hostile = fork.Process(target=flood, args=(port, secrets["mallory"], attacks, over, options.seed), daemon=True)
-    hostile.start()
-    clients = [
-        asyncio.create_task(honest(port, secrets[KEYS[n % len(KEYS)]], turns, random.Random(draw.random())))
-        for n in range(options.clients)
-    ]
     rounds = max(1, round(60 * options.minutes / options.turn))
     for number in range(2 * rounds):
-        turns.hostile, turns.began = number % 2, time.monotonic()
-        (attacks.set if turns.hostile else attacks.clear)()
-        while time.monotonic() < turns.began + options.turn:
-            await asyncio.sleep(0.2)
-            turns.bytes[turns.hostile].append(resident(pid))
+        is_hostile = number % 2
+        attack = fork.Process(
+            target=flood, args=(port, secrets["mallory"], options.acts, options.seed + number), daemon=True
+        )
+        if is_hostile:
+            attack.start()
+        watch = asyncio.create_task(watched(pid, turns.bytes[is_hostile]))
+        began = time.monotonic()
+        clients = (
+            honest(port, secrets[KEYS[n % len(KEYS)]], turns, is_hostile, began, options.turn, draw.random())
+            for n in range(options.clients)
+        )
+        await asyncio.gather(*clients)
+        watch.cancel()
+        if is_hostile:
+            attack.kill()
+            attack.join()
+        await idle(port)
         counts = [len(times) for times in turns.first_s]
         print(f"turn {number + 1} of {2 * rounds}: {counts} answers, {turns.errors}", file=sys.stderr, flush=True)
-    over.set()
-    for client in clients:
-        client.cancel()
-    await asyncio.gather(*clients, return_exceptions=True)
-    hostile.kill()
     return turns
 
 
-async def honest(port: int, key: str, turns: Turns, draw: random.Random) -> None:
-    """One request after another, with pauses."""
+async def watched(pid: int, sizes: list[int]) -> None:
+    while True:
+        sizes.append(resident(pid))
+        await asyncio.sleep(0.2)
+
+
+async def idle(port: int) -> None:
+    """Wait until no request runs."""
+    until = time.monotonic() + IDLE_S
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=IDLE_S) as client:
+        while time.monotonic() < until:
+            lines = (await client.get("/metrics")).text.splitlines()
+            busy = [
+                line
+                for line in lines
+                if line.startswith(("outrider:num_requests_running", "outrider:num_requests_waiting"))
+            ]
+            assert len(busy) == 2, busy
+            if all(float(line.rsplit(maxsplit=1)[1]) == 0 for line in busy):
+                return
+            await asyncio.sleep(0.2)
+    raise TimeoutError(f"the server is still busy {IDLE_S:.0f} s after the hostile clients left")
+
+
+async def honest(port: int, key: str, turns: Turns, is_hostile: int, began: float, seconds: float, seed: float) -> None:
+    """One request after another, with pauses, until so many seconds after `began`."""
+    draw = random.Random(seed)
     while True:
         await asyncio.sleep(draw.uniform(0.2, 2.0))
-        hostile, counts = turns.hostile, time.monotonic() > turns.began + MARGIN_S
+        at = time.monotonic() - began
+        if at > seconds:
+            return
         body = {"prompt": f"import {draw.randrange(1000)}", "max_tokens": 8, "ignore_eos": True, "stream": True}
         try:
             first_s, problem = await asyncio.wait_for(ask(port, key, body), 120)
         except (TimeoutError, OSError, EOFError) as error:
             first_s, problem = None, type(error).__name__
         if problem:
-            turns.errors[hostile][problem] += 1
-        elif first_s is not None and counts and hostile == turns.hostile:
-            turns.first_s[hostile].append(first_s)
+            turns.errors[is_hostile][problem] += 1
+        elif first_s is not None and at > MARGIN_S:
+            turns.first_s[is_hostile].append(first_s)
 
 
 async def ask(port: int, key: str, body: dict[str, Any]) -> tuple[float | None, str]:
@@ -180,36 +210,38 @@ def many(before: str, item: str, after: str) -> bytes:
     return f"{before}{','.join([item] * (BODY_BYTES // (len(item) + 1)))}{after}".encode()
 
 
-def flood(port: int, key: str, attacks: Event, over: Event, seed: int) -> None:
-    """Threads that attack while `attacks` is set, in a separate process."""
+def flood(port: int, key: str, names: list[str] | None, seed: int) -> None:
+    """Threads that attack until this process is killed."""
     texts = {"prompt": ["a"] * 4, "n": 16, "max_tokens": 400, "ignore_eos": True}
     message = '{"role":"user","content":"a"}'
-    bodies: list[tuple[str, bytes]] = [
-        ("/v1/completions", json.dumps(texts).encode()),
-        ("/v1/completions", json.dumps(texts | {"logprobs": 20, "n": 4}).encode()),
-        ("/v1/completions", many('{"prompt":[', "[]", "]}")),
-        ("/v1/completions", many('{"prompt":[', "1", "]}")),
-        ("/v1/chat/completions", many('{"messages":[', message, "]}")),
-        ("/v1/chat/completions", json.dumps({"messages": [json.loads(message)] * 4000, "max_tokens": 1}).encode()),
-        ("/v1/completions", json.dumps({"prompt": "a b " * (BODY_BYTES // 4)}).encode()),
-        ("/tokenize", json.dumps({"prompt": "\u00e9<|" * (BODY_BYTES // 12)}).encode()),
-        ("/detokenize", many('{"tokens":[', "5", "]}")),
-    ]
-    acts: list[Callable[[socket.socket], None]] = [
-        *(lambda sock, one=one: exchange(sock, request(one[0], key, one[1])) for one in bodies),
-        lambda sock: exchange(sock, b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n" + b"x: y\r\n" * 200_000),
-        lambda sock: hold(sock, b"GET /v1/models HTTP/1.1\r\nhost"),
-        lambda sock: hold(sock, request("/v1/completions", key, bodies[0][1])[:-5]),
-        lambda sock: hold(sock, request("/v1/completions", key, json.dumps(texts | {"stream": True}).encode())),
-    ]
+    many_messages = {"messages": [json.loads(message)] * 4000, "max_tokens": 1}
+    bodies: dict[str, tuple[str, bytes]] = {
+        "texts": ("/v1/completions", json.dumps(texts).encode()),
+        "logprobs": ("/v1/completions", json.dumps(texts | {"logprobs": 20, "n": 4}).encode()),
+        "lists": ("/v1/completions", many('{"prompt":[', "[]", "]}")),
+        "tokens": ("/v1/completions", many('{"prompt":[', "1", "]}")),
+        "messages": ("/v1/chat/completions", many('{"messages":[', message, "]}")),
+        "template": ("/v1/chat/completions", json.dumps(many_messages).encode()),
+        "prompt": ("/v1/completions", json.dumps({"prompt": "a b " * (BODY_BYTES // 4)}).encode()),
+        "tokenize": ("/tokenize", json.dumps({"prompt": "\u00e9<|" * (BODY_BYTES // 12)}).encode()),
+        "detokenize": ("/detokenize", many('{"tokens":[', "5", "]}")),
+    }
+    stream = request("/v1/completions", key, json.dumps(texts | {"stream": True}).encode())
+    acts: dict[str, Callable[[socket.socket], None]] = {
+        name: lambda sock, one=one: exchange(sock, request(one[0], key, one[1])) for name, one in bodies.items()
+    } | {
+        "head": lambda sock: exchange(sock, b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n" + b"x: y\r\n" * 200_000),
+        "half head": lambda sock: hold(sock, b"GET /v1/models HTTP/1.1\r\nhost"),
+        "half body": lambda sock: hold(sock, request("/v1/completions", key, bodies["texts"][1])[:-5]),
+        "unread": lambda sock: hold(sock, stream),
+    }
+    chosen = [acts[name] for name in names or acts]
     draws = [random.Random(f"{seed} {n}") for n in range(HOSTILE)]
 
     def work(draw: random.Random) -> None:
-        while not over.is_set():
-            attacks.wait(1)
-            if attacks.is_set():
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
-                    draw.choice(acts)(sock)
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
+                draw.choice(chosen)(sock)
 
     def hold(sock: socket.socket, data: bytes) -> None:
         """Send a part and keep the connection open, along with sockets that send nothing."""
@@ -222,7 +254,8 @@ def flood(port: int, key: str, attacks: Event, over: Event, seed: int) -> None:
     threads = [threading.Thread(target=work, args=(draw,), daemon=True) for draw in draws]
     for thread in threads:
         thread.start()
-    over.wait()
+    for thread in threads:
+        thread.join()
 
 
 def exchange(sock: socket.socket, data: bytes) -> None:
@@ -236,9 +269,8 @@ def exchange(sock: socket.socket, data: bytes) -> None:
 
 
 def figures(turns: Turns, alive: bool) -> dict[str, Any]:
-    quiet, hostile = (
-        [float(np.quantile(times, q)) for q in (0.5, 0.99)] if times else [0, 0] for times in turns.first_s
-    )
+    assert turns.first_s[0], "no answer"
+    quiet, hostile = ([float(np.quantile(times or [float("inf")], q)) for q in (0.5, 0.99)] for times in turns.first_s)
     memory = [max(sizes) / 2**20 for sizes in turns.bytes]
     errors = [dict(counts) for counts in turns.errors]
     rows = {
@@ -250,7 +282,7 @@ def figures(turns: Turns, alive: bool) -> dict[str, Any]:
         "promises": [
             promise("the server runs", 1, int(alive)),
             at_most("honest errors", 0, sum(sum(counts.values()) for counts in turns.errors)),
-            at_most("p99 of the first token, over that without", 1.5, hostile[1] / max(quiet[1], 1e-9)),
+            at_most("p99 of the first token, over that without", 1.5, hostile[1] / quiet[1]),
             at_most("resident memory, over that without", 1.3, memory[1] / memory[0]),
         ],
     }  # fmt: skip

@@ -22,6 +22,31 @@ def fault(name: str, *edits: tuple[str, str, str]) -> Fault:
 
 
 FAULTS = [
+    # what one client may cost the others
+    fault(
+        "a client that ignores refusals keeps the server busy with them",
+        ("Pace.wait_s", "return max(0.0, due - now)", "return 0.0"),
+    ),
+    fault(
+        "a client that sends one bad request waits for its refusal",
+        ("Pace.wait_s", "now - FREE_S) + cost_s", "now) + cost_s"),
+    ),
+    fault(
+        "refusals are held back although nobody else is served",
+        ("Admission._paced", "if others and (seconds", "if (seconds"),
+    ),
+    fault(
+        "one key's bodies keep a thread busy beside those that decode",
+        ("FairExecutor._ended", "(time.monotonic() - began) / SHARE", "0.0"),
+    ),
+    fault(
+        "tens of thousands of short headers are read",
+        ("Connection.on_header", "max(len(name) + len(value), HEAD_BYTES // HEADERS)", "len(name) + len(value)"),
+    ),
+    fault(
+        "all large bodies of a client are in memory at once",
+        ("LargeBodies.place", "asyncio.Semaphore(LARGE_BODIES)", "asyncio.Semaphore(10**6)"),
+    ),
     # ConFu
     fault(
         "ConFu's prompt is trained behind its anchor, and served before it",

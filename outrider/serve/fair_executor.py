@@ -4,27 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
+import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from outrider.serve.pacing import Pace
+
 T = TypeVar("T")
 Task = tuple["asyncio.Future[Any]", Callable[[], Any]]
+
+
+SHARE = 0.1
+"""Share of the time that an owner's tasks may take while others are active; short bursts may take more."""
+PRIORITY = 10
+"""Nice value of the threads."""
+
+
+def _step_back() -> None:
+    """Let the threads that decode run first: on Linux, priorities are per thread."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PRIORITY)
 
 
 class FairExecutor:
     """Runs tasks in threads, round-robin by owner and one task of an owner at a time.  For one event loop.
 
-    So an owner with few tasks never waits for more than one task of another owner.
+    So an owner with few tasks never waits for more than one task of another owner.  Threads also share processors and
+    the interpreter with everything else that the process does, so an owner that has had more than its share of the time
+    waits while others are active.
     """
 
-    def __init__(self, threads: int, name: str):
-        self.threads = threads
-        self._pool = ThreadPoolExecutor(threads, name)
+    def __init__(self, threads: int, name: str, is_shared: Callable[[str], bool] = lambda owner: False):
+        """is_shared: whether others than this owner are active."""
+        self.threads, self.is_shared = threads, is_shared
+        self._pool = ThreadPoolExecutor(threads, name, _step_back)
         self._waiting: dict[str, deque[Task]] = {}
         self._running: set[str] = set()
+        self._resting: set[str] = set()
+        self._pace = Pace()
 
     async def run(self, owner: str, work: Callable[[], T], deadline: float | None = None) -> T:
         """The return value of `work`.  Raises TimeoutError at `deadline`, of `time.monotonic`; work that has not begun
@@ -38,7 +60,7 @@ class FairExecutor:
 
     def _begin(self) -> None:
         while len(self._running) < self.threads:
-            owner = next((owner for owner in self._waiting if owner not in self._running), None)
+            owner = next((owner for owner in self._waiting if owner not in self._running | self._resting), None)
             if owner is None:
                 return
             tasks = self._waiting.pop(owner)
@@ -48,10 +70,14 @@ class FairExecutor:
             if not future.cancelled():
                 self._running.add(owner)
                 done = asyncio.get_running_loop().run_in_executor(self._pool, work)
-                done.add_done_callback(functools.partial(self._ended, owner, future))
+                done.add_done_callback(functools.partial(self._ended, owner, future, time.monotonic()))
 
-    def _ended(self, owner: str, future: asyncio.Future[Any], done: asyncio.Future[Any]) -> None:
+    def _ended(self, owner: str, future: asyncio.Future[Any], began: float, done: asyncio.Future[Any]) -> None:
         self._running.discard(owner)
+        rest_s = self._pace.wait_s(owner, (time.monotonic() - began) / SHARE) if self.is_shared(owner) else 0.0
+        if rest_s:
+            self._resting.add(owner)
+            asyncio.get_running_loop().call_later(rest_s, self._rested, owner)
         error = done.exception()
         if future.cancelled():
             pass
@@ -59,4 +85,8 @@ class FairExecutor:
             future.set_exception(error)
         else:
             future.set_result(done.result())
+        self._begin()
+
+    def _rested(self, owner: str) -> None:
+        self._resting.discard(owner)
         self._begin()

@@ -124,7 +124,7 @@ class Service:
         """Requests in progress."""
         self._tokenizer = target.tokenizer
         self._skipped = frozenset[int]() if target.detokenizer is None else frozenset(target.detokenizer.skipped)
-        self._executor = FairExecutor(2, "outrider-read")
+        self._executor = FairExecutor(2, "outrider-read", self._is_shared)
         self.texts = TokenTexts(target.tokenizer)
         self._token_texts: dict[int, str] = {}
 
@@ -240,6 +240,9 @@ class Service:
             has_text = self._tokenizer is not None and token not in self._skipped
             self._token_texts[token] = self._tokenizer.decode([token]) if has_text else ""
         return self._token_texts[token]
+
+    def _is_shared(self, owner: str) -> bool:
+        return any(job.calls[0].owner != owner for job in self.jobs)
 
     async def _read(self, is_slow: bool, owner: str, work: Callable[[], T], deadline: float | None = None) -> T:
         if not is_slow:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,15 +19,20 @@ from tiny import SPECIALS
 from outrider.decoding.state import Request
 from outrider.sampling.logprobs import TokenLogprob
 from outrider.sampling.settings import Sampling
+from outrider.serve import pacing
 from outrider.serve.bodies.answers import Answer
 from outrider.serve.bodies.parsing import MOST_PARTS, MOST_VALUES, read
 from outrider.serve.bodies.refusals import Refusal
 from outrider.serve.bodies.request_models import CompletionRequest
 from outrider.serve.bodies.requests import LETTERS, MOST_COUNTED
 from outrider.serve.calls import RECENT_S, Call, Output, WaitingCalls
+from outrider.serve.config import Config
 from outrider.serve.fair_executor import FairExecutor
 from outrider.serve.http import keys
+from outrider.serve.http.admission import Admission
 from outrider.serve.http.connections import HEAD_BYTES
+from outrider.serve.pacing import LargeBodies, Pace
+from outrider.serve.records.metrics import Telemetry
 from outrider.serve.service import AT_ONCE, Job
 from outrider.targets.hf.transformers import TransformersTarget
 from serve.running import Running, running
@@ -77,9 +83,10 @@ HEAD = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
         [HEAD + b"x: ", *[b"y" * 4000] * 40],
         [b"GET /", *[b"y" * 4000] * 40],
         [HEAD + b"x: " + b"y" * 2 * HEAD_BYTES + b"\r\n\r\n"],
+        [HEAD + b"x: y\r\n" * 200],
         [HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n", *[b"x: " + b"y" * 4000 + b"\r\n"] * 40],
     ],
-    ids=["headers", "one header", "path", "at once", "trailers"],
+    ids=["headers", "one header", "path", "at once", "many", "trailers"],
 )
 def test_a_head_without_end_is_cut(server: Running, parts: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches memory that is taken before anybody has shown a key."""
@@ -349,6 +356,78 @@ def test_threads_are_taken_by_turns_of_owners() -> None:
     done = asyncio.run(order())
     assert done[:3] == ["ann", "bob", "ann"]
     assert done.count("greedy") == 8
+
+
+def test_an_owner_that_takes_more_than_its_share_waits_while_others_are_active() -> None:
+    """Catches one key whose bodies keep a thread busy all the time, beside the threads that decode."""
+
+    async def seconds(is_shared: bool) -> float:
+        executor = FairExecutor(2, "test", lambda owner: is_shared)
+        began = time.monotonic()
+        for _ in range(5):
+            await executor.run("greedy", lambda: time.sleep(0.2))
+        return time.monotonic() - began
+
+    assert asyncio.run(seconds(False)) < 2
+    assert asyncio.run(seconds(True)) > 3
+
+
+def test_refusals_of_one_client_are_held_back_while_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches one key that asks again at once after each refusal, hundreds of times per second, and honest clients
+    who wait for their few refusals."""
+    now = 100.0
+    monkeypatch.setattr(pacing, "time", SimpleNamespace(monotonic=lambda: now))
+    pace = Pace()
+    waits = [pace.wait_s("greedy", 0.25) for _ in range(100)]
+    assert waits[:20] == [0] * 20 and waits[20:24] == [0.25, 0.5, 0.75, 1.0] and max(waits) == pacing.LONGEST_S
+    assert pace.wait_s("ann", 0.25) == 0
+    now += pacing.LONGEST_S + 1
+    assert pace.wait_s("greedy", 0.25) == 0
+
+    async def refusals(others: int) -> float:
+        async def refuses(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 429, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+        admission = Admission(refuses, Config(), None, Telemetry("m", 1))
+        admission._active_by_key.update({f"other {n}": 1 for n in range(others)})
+        scope = {"type": "http", "path": "/v1/completions", "headers": [(b"host", b"localhost")]}
+        monkeypatch.setattr(asyncio, "sleep", functools.partial(slept, asyncio.sleep))
+        for _ in range(24):
+            await admission(dict(scope), None, nothing)  # type: ignore[arg-type]
+        return sum(sleeps)
+
+    sleeps = list[float]()
+
+    async def slept(sleep: Any, seconds: float) -> None:
+        sleeps.append(seconds)
+        await sleep(0)
+
+    async def nothing(message: Any) -> None:
+        pass
+
+    assert asyncio.run(refusals(0)) == 0
+    assert asyncio.run(refusals(1)) == pytest.approx(0.25 + 0.5 + 0.75 + 1)
+
+
+def test_few_large_bodies_of_a_client_are_in_memory() -> None:
+    """Catches one key that has as many bodies of 4 MB read as it may have requests."""
+
+    async def most_at_once() -> tuple[int, int]:
+        large, running, most = LargeBodies(), 0, 0
+
+        async def body(client: str) -> None:
+            nonlocal running, most
+            async with large.place(client):
+                running += 1
+                most = max(most, running)
+                await asyncio.sleep(0.01)
+                running -= 1
+
+        await asyncio.gather(*(body("greedy") for _ in range(5 * pacing.LARGE_BODIES)), body("ann"))
+        return most, len(large._turns) + len(large._users)
+
+    assert asyncio.run(most_at_once()) == (pacing.LARGE_BODIES + 1, 0)
 
 
 def test_work_that_waits_past_its_deadline_is_not_done() -> None:

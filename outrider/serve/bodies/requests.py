@@ -41,10 +41,13 @@ from outrider.targets.text.tool_calls import CallParser, schema_of
 
 COMPLETION_TOKENS = 16
 """`max_tokens` of a completion that does not set it, as in OpenAI's API."""
-LETTERS = 8
-"""Texts with more characters per token of the limit are encoded in pieces, to find out whether they are too long."""
+PIECE = 32_768
+"""Longer texts are encoded in pieces of so many characters, to find out whether they are too long: a token takes
+hundreds of bytes while it is encoded."""
 SEAM = 64
 """Maximum error, in tokens, of a piece's count."""
+LETTERS = 8
+"""Longer texts than so many characters per token of the limit are encoded in pieces, too; predictions are cut there."""
 MOST_COUNTED = 65_536
 """Number of tokens that /tokenize counts even if no slot can hold them."""
 LARGEST_SCHEMA = 100_000
@@ -167,16 +170,16 @@ class Reader:
 
     def _check_texts(self, texts: Sequence[str], most: int) -> None:
         """Refuse texts with far more than `most` tokens without encoding or rendering them completely."""
-        size, tokenizer = LETTERS * most, self.target.tokenizer
-        if tokenizer is None or sum(map(len, texts)) <= size:
+        size = min(PIECE, LETTERS * most)
+        if self.target.tokenizer is None or sum(map(len, texts)) <= size:
             return
-        joined = "\n".join(texts)
-        while size < len(joined):
+        joined, count = "\n".join(texts), 0
+        for begin in range(0, len(joined), size):
             with _encoding("prompt"):
-                count = len(tokenizer.encode(joined[:size], add_special_tokens=False))
-            if count > most + SEAM:
+                encoded = self.target.tokenizer.encode(joined[begin : begin + size], add_special_tokens=False)
+            count += len(encoded) - SEAM
+            if count > most:
                 raise self._too_long(f"more than {most}")
-            size *= 2
 
     def _too_long(self, count: str) -> Refusal:
         return invalid(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import socket
@@ -16,6 +17,7 @@ from starlette.responses import JSONResponse
 from outrider.serve.bodies.refusals import Refusal, draining
 from outrider.serve.config import Config
 from outrider.serve.http.keys import Key, KeyRing
+from outrider.serve.pacing import REFUSAL_S, Pace
 from outrider.serve.records.metrics import Telemetry
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class Admission:
         self.num_active = 0
         """Number of requests being answered, excluding those for open pages."""
         self._active_by_key: Counter[str] = Counter()
+        self._pace = Pace()
         # DNS rebinding: a page of another site can make a browser call a name of that site that resolves to this
         # machine
         names = LOCAL | {socket.gethostname().lower(), config.host.lower()}
@@ -54,7 +57,7 @@ class Admission:
             self._check_host(scope)
             key = None if is_open else self._admitted(scope)
         except Refusal as refusal:
-            await response_to(refusal)(scope, receive, send)
+            await response_to(refusal)(scope, receive, self._paced(_address(scope), send))
             return
         if is_open:
             await self._answer(scope, receive, send)
@@ -64,7 +67,7 @@ class Admission:
         self.num_active += 1
         self._active_by_key[owner] += 1
         try:
-            await self._answer(scope, receive, send)
+            await self._answer(scope, receive, self._paced(owner, send))
         finally:
             self.num_active -= 1
             self._active_by_key[owner] -= 1
@@ -87,6 +90,18 @@ class Admission:
             log.exception("a request failed")
             if not is_whole:  # breaks the connection, so that no client takes the answer for a complete one
                 raise
+
+    def _paced(self, client: str, send: Send) -> Send:
+        """Holds back refusals of a client that causes many while others are served."""
+
+        async def paced(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start" and 400 <= message["status"] < 500:
+                others = self._active_by_key.keys() - {client}
+                if others and (seconds := self._pace.wait_s(client, REFUSAL_S)) and not self.is_closed:
+                    await asyncio.sleep(seconds)
+            await send(message)
+
+        return paced
 
     def _admitted(self, scope: Scope) -> Key | None:
         """The key of an admitted request; None where no keys are configured.  Raises Refusal."""
@@ -127,6 +142,10 @@ class Admission:
 
     def _is_ours(self, name: str) -> bool:
         return not name or name in (self._names or ()) or name.endswith(".localhost")
+
+
+def _address(scope: Scope) -> str:
+    return f"at {scope['client'][0]}" if scope.get("client") else "at an unknown address"
 
 
 def response_to(refusal: Refusal) -> JSONResponse:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.security import HTTPBearer
@@ -19,8 +21,9 @@ from outrider.serve.http import response_models as responses
 from outrider.serve.http.admission import Receive, Scope, Send, response_to
 from outrider.serve.http.document import document, responses_of, with_body
 from outrider.serve.http.page import page
+from outrider.serve.pacing import LargeBodies
 from outrider.serve.records.metrics import Telemetry
-from outrider.serve.service import Job, Kind, Service
+from outrider.serve.service import SMALL, Job, Kind, Service
 
 BODY_S = 60.0
 """Seconds within which the body of a request has to arrive."""
@@ -77,12 +80,23 @@ def _add_models(router: APIRouter, service: Service) -> None:
 
 
 def _add_texts(router: APIRouter, service: Service) -> None:
-    max_bytes = service.config.body_bytes
+    max_bytes, large = service.config.body_bytes, LargeBodies()
+
+    @asynccontextmanager
+    async def values_of(request: Request) -> AsyncIterator[tuple[Any, int]]:
+        """The JSON of a body, and its size in bytes."""
+        owner = request.state.owner
+        client = owner or (request.client.host if request.client else "")
+        size = _declared(request)
+        is_small = size is not None and size <= SMALL
+        async with nullcontext() if is_small else large.place(client):
+            body = await read_body(request, max_bytes)
+            yield await service.values(body, owner), len(body)
 
     async def answer(request: Request, kind: Kind) -> Response:
-        body, state = await read_body(request, max_bytes), request.state
-        values = await service.values(body, state.owner)
-        job = await service.start(kind, values, len(body), state.owner, state.arrived)
+        state = request.state
+        async with values_of(request) as (values, size):
+            job = await service.start(kind, values, size, state.owner, state.arrived)
         return JobResponse(service, job)
 
     @router.post("/v1/completions", **with_body(responses.Completion, requests.CompletionRequest, streams=True))
@@ -110,14 +124,14 @@ def _add_texts(router: APIRouter, service: Service) -> None:
     @router.post("/tokenize", **with_body(responses.Tokens, requests.TokenizeText, requests.TokenizeChat))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or a chat."""
-        body, owner = await read_body(request, max_bytes), request.state.owner
-        return JSONResponse(await service.tokenize(await service.values(body, owner), len(body), owner))
+        async with values_of(request) as (values, size):
+            return JSONResponse(await service.tokenize(values, size, request.state.owner))
 
     @router.post("/detokenize", **with_body(responses.DetokenizedText, requests.DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        body, owner = await read_body(request, max_bytes), request.state.owner
-        return JSONResponse(await service.detokenize(await service.values(body, owner), len(body), owner))
+        async with values_of(request) as (values, size):
+            return JSONResponse(await service.detokenize(values, size, request.state.owner))
 
 
 def _add_pages(app: FastAPI, service: Service, telemetry: Telemetry, is_stopping: Callable[[], bool]) -> None:
@@ -161,8 +175,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         shown = repr(kind[:80]) if kind else "missing"
         raise Refusal(415, f"the content-type is {shown}; send the header `Content-Type: application/json`")
     too_large = Refusal(413, f"the body is larger than {max_bytes} bytes, the limit of this server; send less")
-    length = request.headers.get("content-length", "")
-    if length.isascii() and length.isdigit() and len(length) < 20 and int(length) > max_bytes:
+    if (_declared(request) or 0) > max_bytes:
         raise too_large
     body = bytearray()
     try:
@@ -174,6 +187,12 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     except TimeoutError:
         raise Refusal(408, f"the body did not arrive within {BODY_S:.0f} s; send it again") from None
     return bytes(body)
+
+
+def _declared(request: Request) -> int | None:
+    """The size of a body by its head, in bytes; None if the head has none."""
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isascii() and length.isdigit() and len(length) < 20 else None
 
 
 class JobResponse(Response):

@@ -15,8 +15,12 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from outrider.serve.pacing import REFUSAL_S, Pace
+
 HEAD_BYTES = 64 * 1024
 """Maximum number of bytes of a request's line and headers, and of anything else outside its body."""
+HEADERS = 100
+"""Maximum number of headers, Apache's default: reading many short ones takes long."""
 HEAD_S = 10.0
 """Seconds within which a head has to arrive, from its first byte or from the opening of the connection."""
 UNREAD_S = 60.0
@@ -39,6 +43,7 @@ class Connections:
         self.open: set[Connection] = set()
         self.waiting: dict[Connection, str] = {}
         """Their addresses, the oldest first."""
+        self.pace = Pace()
 
     def opened(self, connection: Connection) -> None:
         self.open.add(connection)
@@ -85,6 +90,8 @@ class Connection(HttpToolsProtocol):
         self.answered: RequestResponseCycle | None = None
         """The request in progress, or the last one; `cycle` is a later one if requests are pipelined."""
         self._head_bytes = 0
+        self._is_refused = False
+        """Its head is too large, and nothing more is read."""
         self._unread = 0
         """Bytes since the last part of a body."""
         self._timer: asyncio.TimerHandle | None = None
@@ -104,14 +111,14 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._is_refused:
             return
         if self._timer is None and self.is_waiting:
             self._await_head()
         self._unread += len(data)
         super().data_received(data)
-        if self._unread > HEAD_BYTES:
-            self.end(TOO_LARGE)
+        if self._unread > HEAD_BYTES and not self._is_refused:
+            self._refuse_head()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -140,7 +147,7 @@ class Connection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value))
+        self._count(max(len(name) + len(value), HEAD_BYTES // HEADERS))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -170,6 +177,8 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
+        if self._is_refused:
+            return
         if self.answered is not None and self.answered.response_started and not self.is_waiting:
             self.end()  # not into the response to the previous request
         elif not self.transport.is_closing():
@@ -216,8 +225,15 @@ class Connection(HttpToolsProtocol):
     def _count(self, size: int) -> None:
         self._head_bytes += size
         if self._head_bytes > HEAD_BYTES:
-            self.end(TOO_LARGE)
+            self._refuse_head()
             raise ValueError("the head is too large")
+
+    def _refuse_head(self) -> None:
+        """Read no more, and close the connection: later if its client has caused many refusals."""
+        self._is_refused = True
+        self._stop_timer()
+        self.transport.pause_reading()
+        self.loop.call_later(self.limits.pace.wait_s(self.address, REFUSAL_S), self.end, TOO_LARGE)
 
     def _await_head(self) -> None:
         self._timer = self.loop.call_later(self.limits.head_s, self.end)

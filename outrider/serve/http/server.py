@@ -9,6 +9,7 @@ import ipaddress
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,8 @@ KEEP_ALIVE_S = 65
 """
 LAST_S = 5.0
 """Seconds in which cancelled requests must be answered at shutdown."""
+SWITCH_S = 0.0005
+"""Seconds after which a thread that waits for the interpreter gets it: a step needs it many times, for microseconds."""
 URGENT_S = 0.2
 """Seconds that running requests have after a second signal."""
 
@@ -162,6 +165,7 @@ def run(server: Server, sock: socket.socket) -> None:
 
     async def main() -> None:
         gc.collect()
+        sys.setswitchinterval(SWITCH_S)
         gc.freeze()  # large bodies trigger garbage collections, which would scan all of the model's objects each time
         server.handle_signals()
         await server.serve([sock])
