@@ -1760,7 +1760,7 @@ FAULTS = [
         "one key's bodies take all threads that read",
         (
             "FairExecutor._begin",
-            "next((owner for owner in self._waiting if owner not in self._running), None)",
+            "next((owner for owner in self._waiting if owner not in self._running | self._resting), None)",
             "next(iter(self._waiting), None)",
         ),
     ),
@@ -1770,7 +1770,7 @@ FAULTS = [
     ),
     fault(
         "a head without end is read on",
-        ("Connection.data_received", "if self._unread > HEAD_BYTES:", "if self._unread < 0:"),
+        ("Connection.data_received", "if self._unread > HEAD_BYTES and not self._is_refused:", "if self._unread < 0:"),
     ),
     fault(
         "idle sockets keep everybody out",
