@@ -45,7 +45,7 @@ FAULTS = [
     ),
     fault(
         "all large bodies of a client are in memory at once",
-        ("LargeBodies.place", "asyncio.Semaphore(LARGE_BODIES)", "asyncio.Semaphore(10**6)"),
+        ("Places.place", "asyncio.Semaphore(self.count)", "asyncio.Semaphore(10**6)"),
     ),
     # ConFu
     fault(
@@ -1506,7 +1506,7 @@ FAULTS = [
         (
             "Engine._end",
             "(call.number, None) is not None:",
-            '(call.number, None) is not None and reason != "cancelled":',
+            '(call.number, None) is not None and over[call] != "cancelled":',
         ),
     ),
     fault(

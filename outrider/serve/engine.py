@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -242,8 +242,7 @@ class Engine:
             self._cancelled = set()
             for call in over:
                 self._waiting.remove(call)
-        for call, reason in over.items():
-            self._end(call, reason)
+        self._end(over)
         with self._changed:
             if self._is_stopping or (self._is_draining and not (self._serving or self._waiting)):
                 is_last = True
@@ -346,20 +345,23 @@ class Engine:
         """End a call with the error's message, if the client is allowed to see it."""
         if not isinstance(error, OutriderError):
             log.error("a pass failed", exc_info=error)
-        self._end(call, "error", str(error) if isinstance(error, ConfigError | DataError) else INTERNAL)
+        self._end({call: "error"}, str(error) if isinstance(error, ConfigError | DataError) else INTERNAL)
 
     def _text(self, call: Call) -> str:
         """Text that has become final since the last call."""
         judge: Any = self.state.judge
         return "" if call.slot is None else judge.text(call.slot)
 
-    def _end(self, call: Call, reason: Ending, error: str = "") -> None:
-        """End an unfinished call."""
-        self._pending.put(call, Output(finish_reason=reason, error=error))
-        self._pending.send([call])
-        self._ended(call, reason)
-        if self._serving.pop(call.number, None) is not None:
-            self.scheduler.cancel(call.number)  # last, since a drafter may not return
+    def _end(self, over: Mapping[Call, Ending], error: str = "") -> None:
+        """End unfinished calls."""
+        for call, reason in over.items():
+            self._pending.put(call, Output(finish_reason=reason, error=error))
+        self._pending.send(over)
+        for call, reason in over.items():
+            self._ended(call, reason)
+        for call in over:  # last, since a drafter may not return
+            if self._serving.pop(call.number, None) is not None:
+                self.scheduler.cancel(call.number)
 
     def _ended(self, call: Call, reason: Ending) -> None:
         call.finished = time.monotonic()
@@ -370,5 +372,4 @@ class Engine:
             waiting = [*self._waiting]
             for call in waiting:
                 self._waiting.remove(call)
-        for call in [*self._serving.values(), *waiting]:
-            self._end(call, "error", error)
+        self._end(dict.fromkeys([*self._serving.values(), *waiting], "error"), error)

@@ -16,7 +16,8 @@ MOST_CLIENTS = 10_000
 REFUSAL_S = 0.25
 """What a refusal costs a client: it takes the server milliseconds, and some clients ignore it and ask again at once."""
 LARGE_BODIES = 8
-"""How many large bodies of a client are in memory at a time, until their requests are queued or refused."""
+"""How many large bodies of a client are in memory at a time, until their requests are queued or refused; further ones
+are not read, so that TCP holds the client back."""
 
 
 class Pace:
@@ -36,16 +37,17 @@ class Pace:
         return max(0.0, due - now)
 
 
-class LargeBodies:
-    """Bodies beyond LARGE_BODIES of a client wait unread, so that TCP holds the client back."""
+class Places:
+    """So many places for each client; whoever of it finds none waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
+        self.count = count
         self._turns: dict[str, asyncio.Semaphore] = {}
         self._users: Counter[str] = Counter()
 
     @asynccontextmanager
     async def place(self, client: str) -> AsyncIterator[None]:
-        turns = self._turns.setdefault(client, asyncio.Semaphore(LARGE_BODIES))
+        turns = self._turns.setdefault(client, asyncio.Semaphore(self.count))
         self._users[client] += 1
         try:
             async with turns:

@@ -17,7 +17,7 @@ from outrider.targets.hf.transformers import TransformersTarget
 
 from .running import MODEL, Running, running
 
-SECRET = "The vault opens with zebra 7741. " * 3
+SECRET = "The vault opens with zebra 77x41. " * 3
 
 
 class Two:
@@ -109,14 +109,14 @@ def test_no_page_and_no_log_says_what_a_key_asked(two: Two, tmp_path: Path, capl
         answer = httpx.post(f"{url}/v1/completions", json=body, headers={"authorization": f"Bearer {two.ann}"})
         assert answer.status_code in (400, 404), answer.text
     assert httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {unknown}"}).status_code == 401
-    assert httpx.get(f"{url}/zebra7741").status_code == 401
+    assert httpx.get(f"{url}/zebra77x41").status_code == 401
     two.server.settled(lambda: not two.server.service.jobs)
     assert two.server.service.log is not None
     two.server.service.log.stop()
     open_pages = [httpx.get(url + path).text for path in ("/metrics", "/stats", "/health", "/openapi.json", "/")]
     own_loggers = [one.getMessage() for one in caplog.records if one.name.startswith(("outrider", "uvicorn"))]
     places = [*open_pages, *own_loggers, (tmp_path / "requests.jsonl").read_text()]
-    for hidden in ("zebra", "7741", "vault", two.ann, two.bob, unknown, *answers):
+    for hidden in ("zebra", "77x41", "vault", two.ann, two.bob, unknown, *answers):
         assert not [place for place in places if hidden in place or json.dumps(hidden)[1:-1] in place], hidden
 
 

@@ -31,7 +31,7 @@ from outrider.serve.fair_executor import FairExecutor
 from outrider.serve.http import keys
 from outrider.serve.http.admission import Admission
 from outrider.serve.http.connections import HEAD_BYTES
-from outrider.serve.pacing import LargeBodies, Pace
+from outrider.serve.pacing import Pace, Places
 from outrider.serve.records.metrics import Telemetry
 from outrider.serve.service import AT_ONCE, Job
 from outrider.targets.hf.transformers import TransformersTarget
@@ -414,7 +414,7 @@ def test_few_large_bodies_of_a_client_are_in_memory() -> None:
     """Catches one key that has as many bodies of 4 MB read as it may have requests."""
 
     async def most_at_once() -> tuple[int, int]:
-        large, running, most = LargeBodies(), 0, 0
+        large, running, most = Places(pacing.LARGE_BODIES), 0, 0
 
         async def body(client: str) -> None:
             nonlocal running, most

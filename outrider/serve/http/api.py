@@ -21,7 +21,7 @@ from outrider.serve.http import response_models as responses
 from outrider.serve.http.admission import Receive, Scope, Send, response_to
 from outrider.serve.http.document import document, responses_of, with_body
 from outrider.serve.http.page import page
-from outrider.serve.pacing import LargeBodies
+from outrider.serve.pacing import LARGE_BODIES, Places
 from outrider.serve.records.metrics import Telemetry
 from outrider.serve.service import SMALL, Job, Kind, Service
 
@@ -80,7 +80,7 @@ def _add_models(router: APIRouter, service: Service) -> None:
 
 
 def _add_texts(router: APIRouter, service: Service) -> None:
-    max_bytes, large = service.config.body_bytes, LargeBodies()
+    max_bytes, large = service.config.body_bytes, Places(LARGE_BODIES)
 
     @asynccontextmanager
     async def values_of(request: Request) -> AsyncIterator[tuple[Any, int]]:
