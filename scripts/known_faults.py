@@ -33,11 +33,11 @@ FAULTS = [
     ),
     fault(
         "refusals are held back although nobody else is served",
-        ("Admission._paced", "if others and (seconds", "if (seconds"),
+        ("Admission._paced", " and self._active_by_key.keys() - {owner}:", ":"),
     ),
     fault(
         "one key's bodies keep a thread busy beside those that decode",
-        ("FairExecutor._ended", "(time.monotonic() - began) / SHARE", "0.0"),
+        ("FairExecutor._ended", "sum(spent_s) / SHARE", "0.0"),
     ),
     fault(
         "tens of thousands of short headers are read",

@@ -354,14 +354,16 @@ class Engine:
 
     def _end(self, over: Mapping[Call, Ending], error: str = "") -> None:
         """End unfinished calls."""
-        for call, reason in over.items():
-            self._pending.put(call, Output(finish_reason=reason, error=error))
-        self._pending.send(over)
-        for call, reason in over.items():
-            self._ended(call, reason)
-        for call in over:  # last, since a drafter may not return
-            if self._serving.pop(call.number, None) is not None:
-                self.scheduler.cancel(call.number)
+        served = [call for call in over if call.number in self._serving]
+        waiting = [call for call in over if call.number not in self._serving]
+        for calls in (waiting, *([call] for call in served)):
+            for call in calls:
+                self._pending.put(call, Output(finish_reason=over[call], error=error))
+            self._pending.send(calls)
+            for call in calls:
+                self._ended(call, over[call])
+                if self._serving.pop(call.number, None) is not None:
+                    self.scheduler.cancel(call.number)  # last, since a drafter may not return
 
     def _ended(self, call: Call, reason: Ending) -> None:
         call.finished = time.monotonic()

@@ -6,11 +6,11 @@ import asyncio
 import functools
 import os
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from outrider.serve.pacing import Pace
@@ -18,9 +18,8 @@ from outrider.serve.pacing import Pace
 T = TypeVar("T")
 Task = tuple["asyncio.Future[Any]", Callable[[], Any]]
 
-
 SHARE = 0.1
-"""Share of the time that an owner's tasks may take while others are active; short bursts may take more."""
+"""Share of a processor that an owner's tasks may take while others are active; short bursts may take more."""
 PRIORITY = 10
 """Nice value of the threads."""
 
@@ -28,7 +27,16 @@ PRIORITY = 10
 def _step_back() -> None:
     """Let the threads that decode run first: on Linux, priorities are per thread."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PRIORITY)
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, max(PRIORITY, os.getpriority(os.PRIO_PROCESS, 0)))
+
+
+def _timed(work: Callable[[], T], spent_s: list[float]) -> T:
+    began = time.thread_time()
+    try:
+        return work()
+    finally:
+        spent_s.append(time.thread_time() - began)
 
 
 class FairExecutor:
@@ -68,13 +76,14 @@ class FairExecutor:
             if tasks:
                 self._waiting[owner] = tasks  # behind all others
             if not future.cancelled():
+                spent_s = list[float]()
+                done = asyncio.get_running_loop().run_in_executor(self._pool, _timed, work, spent_s)
                 self._running.add(owner)
-                done = asyncio.get_running_loop().run_in_executor(self._pool, work)
-                done.add_done_callback(functools.partial(self._ended, owner, future, time.monotonic()))
+                done.add_done_callback(functools.partial(self._ended, owner, future, spent_s))
 
-    def _ended(self, owner: str, future: asyncio.Future[Any], began: float, done: asyncio.Future[Any]) -> None:
+    def _ended(self, owner: str, future: asyncio.Future[Any], spent_s: list[float], done: asyncio.Future[Any]) -> None:
         self._running.discard(owner)
-        rest_s = self._pace.wait_s(owner, (time.monotonic() - began) / SHARE) if self.is_shared(owner) else 0.0
+        rest_s = self._pace.wait_s(owner, sum(spent_s) / SHARE) if self.is_shared(owner) else 0.0
         if rest_s:
             self._resting.add(owner)
             asyncio.get_running_loop().call_later(rest_s, self._rested, owner)

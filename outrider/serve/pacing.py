@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from outrider.serve.bodies.refusals import Refusal
+
 FREE_S = 5.0
 """How much a client may cost before it has to wait, in seconds of its pace."""
 LONGEST_S = 10.0
@@ -46,12 +48,21 @@ class Places:
         self._users: Counter[str] = Counter()
 
     @asynccontextmanager
-    async def place(self, client: str) -> AsyncIterator[None]:
+    async def place(self, client: str, seconds: float | None = None) -> AsyncIterator[None]:
+        """Raises Refusal if none is free within so many seconds."""
         turns = self._turns.setdefault(client, asyncio.Semaphore(self.count))
         self._users[client] += 1
         try:
-            async with turns:
+            try:
+                async with asyncio.timeout(seconds):
+                    await turns.acquire()
+            except TimeoutError:
+                message = f"{self.count} requests like this one are still being read; send fewer at once"
+                raise Refusal(408, message, "timeout", "timeout") from None
+            try:
                 yield
+            finally:
+                turns.release()
         finally:
             self._users[client] -= 1
             if not self._users[client]:

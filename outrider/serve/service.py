@@ -132,9 +132,10 @@ class Service:
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def values(self, body: bytes, owner: str) -> Any:
-        """The JSON of a body.  Raises Refusal."""
-        return await self._read(len(body) > SMALL, owner, lambda: read(body))
+    async def values(self, body: bytes, owner: str, arrived: float) -> Any:
+        """The JSON of a body whose request arrived then, by `time.monotonic`.  Raises Refusal."""
+        deadline = None if self.config.timeout_s is None else arrived + self.config.timeout_s
+        return await self._read(len(body) > SMALL, owner, lambda: read(body), deadline)
 
     async def start(
         self, kind: Kind, values: Any, size: int, owner: str = "", arrived: float | None = None

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import json
 import socket
 import threading
@@ -19,7 +20,7 @@ from tiny import SPECIALS
 from outrider.decoding.state import Request
 from outrider.sampling.logprobs import TokenLogprob
 from outrider.sampling.settings import Sampling
-from outrider.serve import pacing
+from outrider.serve import fair_executor, pacing
 from outrider.serve.bodies.answers import Answer
 from outrider.serve.bodies.parsing import MOST_PARTS, MOST_VALUES, read
 from outrider.serve.bodies.refusals import Refusal
@@ -358,18 +359,20 @@ def test_threads_are_taken_by_turns_of_owners() -> None:
     assert done.count("greedy") == 8
 
 
-def test_an_owner_that_takes_more_than_its_share_waits_while_others_are_active() -> None:
+def test_an_owner_that_takes_more_than_its_share_waits_while_others_are_active(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches one key whose bodies keep a thread busy all the time, beside the threads that decode."""
+    readings = itertools.count(step=0.2)  # every task takes 0.2 s of a processor
+    monkeypatch.setattr(fair_executor, "time", SimpleNamespace(monotonic=time.monotonic, thread_time=readings.__next__))
 
     async def seconds(is_shared: bool) -> float:
         executor = FairExecutor(2, "test", lambda owner: is_shared)
         began = time.monotonic()
         for _ in range(5):
-            await executor.run("greedy", lambda: time.sleep(0.2))
+            await executor.run("greedy", lambda: None)
         return time.monotonic() - began
 
     assert asyncio.run(seconds(False)) < 2
-    assert asyncio.run(seconds(True)) > 3
+    assert asyncio.run(seconds(True)) > 2.9
 
 
 def test_refusals_of_one_client_are_held_back_while_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,7 +177,7 @@ class Reader:
         for begin in range(0, len(joined), size):
             with _encoding("prompt"):
                 encoded = self.target.tokenizer.encode(joined[begin : begin + size], add_special_tokens=False)
-            count += len(encoded) - SEAM
+            count += max(0, len(encoded) - SEAM)
             if count > most:
                 raise self._too_long(f"more than {most}")
 

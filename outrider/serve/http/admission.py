@@ -29,6 +29,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = {"/", "/health", "/ready", "/metrics", "/stats", "/openapi.json"}
 """Pages that show no user's text, as in vLLM: they need no key and are served even while the server is stopping."""
+PACE_STEP_S = 0.25
+"""A refusal that is held back is sent at most so many seconds after the server begins to stop."""
 LOCAL = {"localhost", "ip6-localhost"}
 
 
@@ -57,7 +59,7 @@ class Admission:
             self._check_host(scope)
             key = None if is_open else self._admitted(scope)
         except Refusal as refusal:
-            await response_to(refusal)(scope, receive, self._paced(_address(scope), send))
+            await response_to(refusal)(scope, receive, send)
             return
         if is_open:
             await self._answer(scope, receive, send)
@@ -91,14 +93,17 @@ class Admission:
             if not is_whole:  # breaks the connection, so that no client takes the answer for a complete one
                 raise
 
-    def _paced(self, client: str, send: Send) -> Send:
-        """Holds back refusals of a client that causes many while others are served."""
+    def _paced(self, owner: str, send: Send) -> Send:
+        """Holds back refusals of an owner that causes many while others are served; at most its `concurrent` requests
+        wait."""
 
         async def paced(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start" and 400 <= message["status"] < 500:
-                others = self._active_by_key.keys() - {client}
-                if others and (seconds := self._pace.wait_s(client, REFUSAL_S)) and not self.is_closed:
-                    await asyncio.sleep(seconds)
+            is_refusal = message["type"] == "http.response.start" and 400 <= message["status"] < 500
+            if is_refusal and message["status"] != 408 and self._active_by_key.keys() - {owner}:
+                seconds = self._pace.wait_s(owner, REFUSAL_S)
+                while seconds > 0 and not self.is_closed:
+                    await asyncio.sleep(min(seconds, PACE_STEP_S))
+                    seconds -= PACE_STEP_S
             await send(message)
 
         return paced
@@ -142,10 +147,6 @@ class Admission:
 
     def _is_ours(self, name: str) -> bool:
         return not name or name in (self._names or ()) or name.endswith(".localhost")
-
-
-def _address(scope: Scope) -> str:
-    return f"at {scope['client'][0]}" if scope.get("client") else "at an unknown address"
 
 
 def response_to(refusal: Refusal) -> JSONResponse:

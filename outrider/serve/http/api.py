@@ -50,6 +50,8 @@ def make_app(service: Service, telemetry: Telemetry, is_stopping: Callable[[], b
 def _add_refusals(app: FastAPI) -> None:
     @app.exception_handler(Refusal)
     async def refused(request: Request, refusal: Refusal) -> Response:
+        # its frames would keep the body in memory while the response is held back
+        refusal.__traceback__ = refusal.__context__ = refusal.__cause__ = None
         return response_to(refusal)
 
     @app.exception_handler(HTTPException)
@@ -85,13 +87,11 @@ def _add_texts(router: APIRouter, service: Service) -> None:
     @asynccontextmanager
     async def values_of(request: Request) -> AsyncIterator[tuple[Any, int]]:
         """The JSON of a body, and its size in bytes."""
-        owner = request.state.owner
-        client = owner or (request.client.host if request.client else "")
-        size = _declared(request)
-        is_small = size is not None and size <= SMALL
-        async with nullcontext() if is_small else large.place(client):
+        owner, size = request.state.owner, _declared(request)
+        is_free = not owner or (size is not None and size <= SMALL)
+        async with nullcontext() if is_free else large.place(owner, BODY_S):
             body = await read_body(request, max_bytes)
-            yield await service.values(body, owner), len(body)
+            yield await service.values(body, owner, request.state.arrived), len(body)
 
     async def answer(request: Request, kind: Kind) -> Response:
         state = request.state

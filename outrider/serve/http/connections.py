@@ -20,7 +20,8 @@ from outrider.serve.pacing import REFUSAL_S, Pace
 HEAD_BYTES = 64 * 1024
 """Maximum number of bytes of a request's line and headers, and of anything else outside its body."""
 HEADERS = 100
-"""Maximum number of headers, Apache's default: reading many short ones takes long."""
+"""Maximum number of headers, Apache's default, since reading many short ones takes long: each counts as its part of
+HEAD_BYTES, or more if it is longer."""
 HEAD_S = 10.0
 """Seconds within which a head has to arrive, from its first byte or from the opening of the connection."""
 UNREAD_S = 60.0
@@ -111,7 +112,10 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing() or self._is_refused:
+        if self.transport.is_closing():
+            return
+        if self._is_refused:
+            self.transport.pause_reading()  # a request before it resumed reading when it ended
             return
         if self._timer is None and self.is_waiting:
             self._await_head()
@@ -232,6 +236,7 @@ class Connection(HttpToolsProtocol):
         """Read no more, and close the connection: later if its client has caused many refusals."""
         self._is_refused = True
         self._stop_timer()
+        self.pipeline.clear()
         self.transport.pause_reading()
         self.loop.call_later(self.limits.pace.wait_s(self.address, REFUSAL_S), self.end, TOO_LARGE)
 
