@@ -81,7 +81,8 @@ class Folder:
     def versions(self) -> list[int]:
         """The complete versions, the oldest first, without 0."""
         folder = self.path / "versions"
-        return sorted(int(path.parent.name) for path in folder.glob(f"[0-9]*/{RESULT}"))
+        names = (path.parent.name for path in folder.glob(f"[0-9]*/{RESULT}"))
+        return sorted(int(name) for name in names if name.isdigit())  # others are still being written
 
     def result(self, version: int) -> dict[str, Any]:
         """How a version was trained, and whether it passed."""
