@@ -30,7 +30,6 @@ from outrider.serve.calls import Call, EngineStopped, Output, QueueFull
 from outrider.serve.config import Config
 from outrider.serve.engine import INTERNAL, Engine
 from outrider.serve.fair_executor import FairExecutor
-from outrider.serve.pacing import Places
 from outrider.serve.records.request_log import Ended, RequestLog
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.text.token_texts import TokenTexts
@@ -125,7 +124,6 @@ class Service:
         """Requests in progress."""
         self._tokenizer = target.tokenizer
         self._skipped = frozenset[int]() if target.detokenizer is None else frozenset(target.detokenizer.skipped)
-        self._starting = Places(1)
         self._executor = FairExecutor(2, "outrider-read", self._is_shared)
         self.texts = TokenTexts(target.tokenizer)
         self._token_texts: dict[int, str] = {}
@@ -154,20 +152,18 @@ class Service:
             has_grammar = not isinstance(body.response_format, TextFormat | None) or bool(offered_tools(body))
             is_slow = size > SHORT or has_grammar
             requests = await self._read(is_slow, owner, lambda: self.reader.requests(body, owner), deadline)
-        async with self._starting.place(owner):
-            await asyncio.sleep(0)  # many texts take milliseconds: what other clients wait for comes in between
-            answer = Answer(body, self.name, self.texts, self.text_of, lambda: self.reader.calls(body))
-            job = Job(body, values, answer if response is None else ResponseAnswer(response, answer))
-            calls = [job.call(request, owner, deadline) for of_prompt in requests for request in of_prompt]
-            self.jobs.add(job)
-            try:
-                for call in calls:
-                    self.engine.submit(call)
-            except (QueueFull, EngineStopped, DataError) as error:
-                self.cancel(job)
-                self.jobs.discard(job)
-                raise _refused(error) from None
-            return job
+        answer = Answer(body, self.name, self.texts, self.text_of, lambda: self.reader.calls(body))
+        job = Job(body, values, answer if response is None else ResponseAnswer(response, answer))
+        calls = [job.call(request, owner, deadline) for of_prompt in requests for request in of_prompt]
+        self.jobs.add(job)
+        try:
+            for call in calls:
+                self.engine.submit(call)
+        except (QueueFull, EngineStopped, DataError) as error:
+            self.cancel(job)
+            self.jobs.discard(job)
+            raise _refused(error) from None
+        return job
 
     async def whole(self, job: Job) -> dict[str, Any]:
         """The complete answer.  Raises Refusal."""
