@@ -1506,7 +1506,7 @@ FAULTS = [
         (
             "Engine._end",
             "(call.number, None) is not None:",
-            '(call.number, None) is not None and over[call] != "cancelled":',
+            '(call.number, None) is not None and reason != "cancelled":',
         ),
     ),
     fault(

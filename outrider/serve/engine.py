@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -242,7 +242,8 @@ class Engine:
             self._cancelled = set()
             for call in over:
                 self._waiting.remove(call)
-        self._end(over)
+        for call, reason in over.items():
+            self._end(call, reason)
         with self._changed:
             if self._is_stopping or (self._is_draining and not (self._serving or self._waiting)):
                 is_last = True
@@ -345,25 +346,20 @@ class Engine:
         """End a call with the error's message, if the client is allowed to see it."""
         if not isinstance(error, OutriderError):
             log.error("a pass failed", exc_info=error)
-        self._end({call: "error"}, str(error) if isinstance(error, ConfigError | DataError) else INTERNAL)
+        self._end(call, "error", str(error) if isinstance(error, ConfigError | DataError) else INTERNAL)
 
     def _text(self, call: Call) -> str:
         """Text that has become final since the last call."""
         judge: Any = self.state.judge
         return "" if call.slot is None else judge.text(call.slot)
 
-    def _end(self, over: Mapping[Call, Ending], error: str = "") -> None:
-        """End unfinished calls."""
-        served = [call for call in over if call.number in self._serving]
-        waiting = [call for call in over if call.number not in self._serving]
-        for calls in (waiting, *([call] for call in served)):
-            for call in calls:
-                self._pending.put(call, Output(finish_reason=over[call], error=error))
-            self._pending.send(calls)
-            for call in calls:
-                self._ended(call, over[call])
-                if self._serving.pop(call.number, None) is not None:
-                    self.scheduler.cancel(call.number)  # last, since a drafter may not return
+    def _end(self, call: Call, reason: Ending, error: str = "") -> None:
+        """End an unfinished call."""
+        self._pending.put(call, Output(finish_reason=reason, error=error))
+        self._pending.send([call])
+        self._ended(call, reason)
+        if self._serving.pop(call.number, None) is not None:
+            self.scheduler.cancel(call.number)  # last, since a drafter may not return
 
     def _ended(self, call: Call, reason: Ending) -> None:
         call.finished = time.monotonic()
@@ -374,4 +370,5 @@ class Engine:
             waiting = [*self._waiting]
             for call in waiting:
                 self._waiting.remove(call)
-        self._end(dict.fromkeys([*self._serving.values(), *waiting], "error"), error)
+        for call in [*self._serving.values(), *waiting]:
+            self._end(call, "error", error)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from weakref import WeakValueDictionary
 
 from outrider.serve.bodies.refusals import Refusal
 
@@ -44,26 +44,20 @@ class Places:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._turns: dict[str, asyncio.Semaphore] = {}
-        self._users: Counter[str] = Counter()
+        self._of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """The places of each client that has or wants one."""
 
     @asynccontextmanager
     async def place(self, client: str, seconds: float | None = None) -> AsyncIterator[None]:
         """Raises Refusal if none is free within so many seconds."""
-        turns = self._turns.setdefault(client, asyncio.Semaphore(self.count))
-        self._users[client] += 1
+        places = self._of.setdefault(client, asyncio.Semaphore(self.count))
         try:
-            try:
-                async with asyncio.timeout(seconds):
-                    await turns.acquire()
-            except TimeoutError:
-                message = f"{self.count} requests like this one are still being read; send fewer at once"
-                raise Refusal(408, message, "timeout", "timeout") from None
-            try:
-                yield
-            finally:
-                turns.release()
+            async with asyncio.timeout(seconds):
+                await places.acquire()
+        except TimeoutError:
+            message = f"{self.count} large bodies of this key are still being read; send fewer at once"
+            raise Refusal(408, message, "timeout", "timeout") from None
+        try:
+            yield
         finally:
-            self._users[client] -= 1
-            if not self._users[client]:
-                del self._users[client], self._turns[client]
+            places.release()

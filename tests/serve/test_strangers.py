@@ -428,7 +428,7 @@ def test_few_large_bodies_of_a_client_are_in_memory() -> None:
                 running -= 1
 
         await asyncio.gather(*(body("greedy") for _ in range(5 * pacing.LARGE_BODIES)), body("ann"))
-        return most, len(large._turns) + len(large._users)
+        return most, len(large._of)
 
     assert asyncio.run(most_at_once()) == (pacing.LARGE_BODIES + 1, 0)
 
